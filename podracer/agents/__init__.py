@@ -1,0 +1,8 @@
+"""Agents by name. Each maker takes (spec, network, common settings, own settings, all_mean)."""
+
+from collections.abc import Callable
+
+from podracer.agents import ppo, vtrace
+from podracer.types import Agent
+
+AGENTS: dict[str, Callable[..., Agent]] = {"ppo": ppo.make, "vtrace": vtrace.make}

@@ -1,0 +1,170 @@
+"""Proximal policy optimisation with clipping, https://arxiv.org/abs/1707.06347."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from flax import struct
+
+from podracer import returns
+from podracer.agents import actor_critic
+from podracer.agents.actor_critic import ActorCriticConfig
+from podracer.errors import ConfigError, unknown
+from podracer.nets.actor_critic import Network
+from podracer.types import (
+    Agent,
+    Array,
+    ArrayTree,
+    LossAux,
+    Mean,
+    Params,
+    Spec,
+    TrainState,
+    Trajectory,
+)
+
+ADVANTAGE_NORMALIZATIONS = ("batch", "minibatch", "none")
+
+
+@dataclasses.dataclass(frozen=True)
+class PPOConfig:
+    """Settings of PPO beside those of every actor-critic.
+
+    Attributes:
+      gae_lambda: lambda of generalised advantage estimation.
+      clip: epsilon of equation 7.
+      value_clip: values move at most this far from the old ones; 0 turns it off.
+      advantage_normalization: over the "batch" of all devices (one all-reduce a rollout), over
+        each "minibatch" of all devices (one more all-reduce a gradient step), or "none".
+      target_kl: once the approximate KL divergence of a gradient step exceeds this, it and the rest
+        of the update's are skipped; 0 turns it off.
+    """
+
+    gae_lambda: float = 0.95
+    clip: float = 0.2
+    value_clip: float = 0.2
+    advantage_normalization: str = "batch"
+    target_kl: float = 0.0
+
+    def __post_init__(self):
+        if not 0 <= self.gae_lambda <= 1:
+            raise ConfigError(f"ppo.gae_lambda must be in [0, 1], got {self.gae_lambda}")
+        if self.clip <= 0:
+            raise ConfigError(f"ppo.clip must be positive, got {self.clip}")
+        if self.value_clip < 0 or self.target_kl < 0:
+            raise ConfigError(
+                "ppo.value_clip and ppo.target_kl must be 0 (off) or positive, got "
+                f"{self.value_clip} and {self.target_kl}"
+            )
+        if self.advantage_normalization not in ADVANTAGE_NORMALIZATIONS:
+            raise unknown(
+                "ppo.advantage_normalization",
+                self.advantage_normalization,
+                ADVANTAGE_NORMALIZATIONS,
+            )
+
+
+class Sample(struct.PyTreeNode):
+    """What the loss reads, ``[items, time, ...]`` each; see ``returns.Targets`` for the targets."""
+
+    observation: Array
+    first: Array
+    action: Array
+    log_prob: Array
+    old_value: Array
+    target: returns.Targets
+
+
+def _normalize(advantage: Array, valid: Array, all_mean: Mean) -> Array:
+    """Zero mean and unit deviation over the valid entries of all devices."""
+    share, mean, square = all_mean(
+        (valid.mean(), (valid * advantage).mean(), (valid * advantage**2).mean())
+    )
+    share = jnp.maximum(share, 1e-8)
+    mean = mean / share
+    variance = jnp.maximum(square / share - mean**2, 0.0)
+    return (advantage - mean) / (jnp.sqrt(variance) + 1e-8)
+
+
+def make(
+    spec: Spec, network: Network, common: ActorCriticConfig, config: PPOConfig, all_mean: Mean
+) -> Agent:
+    """PPO for any action space, with or without memory.
+
+    Args:
+      spec: observation and action spaces.
+      network: policy and value.
+      common: settings of every actor-critic.
+      config: settings of PPO.
+      all_mean: the mean of a tree over devices.
+    """
+    init, carry, act = actor_critic.make_functions(spec, network, common)
+
+    def prepare(train_state: TrainState, trajectory: Trajectory) -> tuple[ArrayTree, ArrayTree]:
+        weights, memory = train_state.weights, trajectory.carry.memory
+        trajectory, stats = actor_critic.preprocess(weights, trajectory, common.discount, all_mean)
+        timestep = trajectory.timestep
+        # Values of the whole unroll in one large batch, which acting therefore leaves out.
+        _, _, values = network.apply(
+            weights.params, memory, timestep.observation, timestep.first
+        )
+        target = returns.gae(
+            timestep, values, discount=common.discount, lambda_=config.gae_lambda
+        )
+        if config.advantage_normalization == "batch":
+            advantage = _normalize(target.advantage, target.valid, all_mean)
+            target = target._replace(advantage=advantage)
+        sample = Sample(
+            timestep.observation[:-1],
+            timestep.first[:-1],
+            trajectory.action,
+            trajectory.extras["log_prob"],
+            values[:-1],
+            target,
+        )
+        length = trajectory.action.shape[0] if network.recurrent else 1
+        return (memory, actor_critic.items(sample, length)), stats
+
+    def loss(
+        params: Params, train_state: TrainState, batch: ArrayTree, key: Array
+    ) -> tuple[Array, LossAux]:
+        del train_state, key
+        memory, sample = batch
+        sample = actor_critic.time_major(sample)
+        target = sample.target
+        _, policy, value = network.apply(params, memory, sample.observation, sample.first)
+        distribution = network.distribution(policy)
+
+        log_ratio = distribution.log_prob(sample.action) - sample.log_prob
+        ratio = jnp.exp(log_ratio)
+        advantage = target.advantage
+        if config.advantage_normalization == "minibatch":
+            advantage = _normalize(advantage, target.valid, all_mean)
+        clipped = jnp.clip(ratio, 1 - config.clip, 1 + config.clip)
+
+        value_error = (value - target.value) ** 2
+        if config.value_clip > 0:
+            move = jnp.clip(value - sample.old_value, -config.value_clip, config.value_clip)
+            value_error = jnp.maximum(value_error, (sample.old_value + move - target.value) ** 2)
+
+        # Means over all entries with the invalid ones at zero, not over the valid ones: so the
+        # mean of devices' means is the mean over all, whatever their shares of valid entries.
+        means = {
+            name: (target.valid * x).mean()
+            for name, x in {
+                "policy": -jnp.minimum(ratio * advantage, clipped * advantage),
+                "value": 0.5 * value_error,
+                "entropy": distribution.entropy(),
+                # The estimator k3 of http://joschu.net/blog/kl-approx.html.
+                "approx_kl": ratio - 1 - log_ratio,
+                "clip_fraction": jnp.abs(ratio - 1) > config.clip,
+            }.items()
+        }
+        total = (
+            means["policy"]
+            + common.value_cost * means["value"]
+            - common.entropy_cost * means["entropy"]
+        )
+        stop = means["approx_kl"] - config.target_kl if config.target_kl > 0 else ()
+        return total, LossAux({"total": total, **means}, stop=stop)
+
+    return Agent(init, carry, act, prepare, loss)

@@ -1,0 +1,5 @@
+"""Anakin: environments written in JAX, and everything else, in one compiled program."""
+
+from podracer.anakin.train import train
+
+__all__ = ["train"]

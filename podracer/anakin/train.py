@@ -1,0 +1,84 @@
+"""Trains by Anakin: from a configuration to weights, metrics and a workdir."""
+
+import dataclasses
+import os
+from typing import Any
+
+import jax
+
+from podracer import config as config_lib
+from podracer import envs, loop, metrics
+from podracer import mesh as mesh_lib
+from podracer.anakin.program import Program, State, make_program
+from podracer.config import Config, Sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """An Anakin program, compiled for its mesh."""
+
+    state: State
+    step: Any
+    evaluate: Any
+
+
+def compile_program(program: Program, config: Config) -> Compiled:
+    """Makes the first state on the devices and compiles what is called on it.
+
+    States are donated: a step reuses the memory of the one it is given.
+    """
+    key = jax.random.key(config.seed, impl=config.prng)
+    state = jax.jit(program.init)(key)
+    step = jax.jit(program.step, donate_argnums=0).lower(state).compile()
+    evaluate = jax.jit(program.evaluate).lower(state).compile()
+    return Compiled(state, step, evaluate)
+
+
+def prepare(config: Config) -> tuple[Program, Sizes]:
+    """Everything that can be wrong with a configuration is found here, before it compiles."""
+    env = envs.make(config.env, config.env_kwargs, config.env_params)
+    devices = mesh_lib.start(
+        config.cpu_devices or config_lib.auto_cpu_devices(config), wanted=config.cpu_devices > 0
+    )
+    sizes = config_lib.sizes(config, len(devices))
+    program = make_program(config, env, sizes, mesh_lib.make_mesh(devices))
+    # Traced without compiling: shapes that don't fit each other are found by this.
+    key = jax.eval_shape(lambda: jax.random.key(0, impl=config.prng))
+    jax.eval_shape(program.step, jax.eval_shape(program.init, key))
+    return program, sizes
+
+
+def train(
+    config: Any, workdir: str | os.PathLike[str] | None = None, *, quiet: bool = False
+) -> loop.Result:
+    """Trains an agent on an environment written in JAX.
+
+    Args:
+      config: a ``ConfigDict`` as ``podracer.config.default_config`` gives it, or a ``Config``.
+      workdir: folder for config.json, metrics.jsonl and summary.json; None writes nothing.
+      quiet: print nothing.
+
+    Returns:
+      The trained weights, all rows of metrics, and the summary.
+
+    Raises:
+      ConfigError: an impossible setting, before anything compiles.
+      DivergedError: a loss or gradient became NaN or infinite.
+    """
+    config = config_lib.parse(config)
+    clock = metrics.Clock()
+    writer = metrics.Writer(workdir, quiet=quiet)
+    program, sizes = prepare(config)
+    writer.begin(config, sizes)
+    with clock.measure("compile"):
+        compiled = compile_program(program, config)
+        jax.block_until_ready(compiled.state)
+    return loop.run(
+        compiled.state,
+        step=compiled.step,
+        evaluate=compiled.evaluate,
+        config=config,
+        sizes=sizes,
+        writer=writer,
+        clock=clock,
+    )

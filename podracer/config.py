@@ -1,0 +1,253 @@
+"""A run's configuration: what can be set, what it means, and what is impossible.
+
+``default_config`` gives a config file something to change; ``parse`` turns what came of it into a
+frozen ``Config``, and ``sizes`` derives every number that follows from it. Nothing is written back.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import ml_collections
+
+from podracer.agents import AGENTS
+from podracer.agents.actor_critic import ActorCriticConfig
+from podracer.agents.ppo import PPOConfig
+from podracer.agents.vtrace import VTraceConfig
+from podracer.errors import ConfigError, unknown
+from podracer.learner import LearnerConfig
+from podracer.nets.actor_critic import NetworkConfig
+
+PRNGS = ("philox4x32", "threefry2x32")
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationConfig:
+    """How a policy is judged.
+
+    Attributes:
+      every: updates between evaluations during training; 0 evaluates at the end alone. Rounded up
+        to whole host calls.
+      episodes: whole episodes each time.
+      max_steps: an episode that is not over by then counts with its return so far.
+      greedy: the most probable action, else a sampled one.
+    """
+
+    every: int = 0
+    episodes: int = 128
+    max_steps: int = 10_000
+    greedy: bool = True
+
+    def __post_init__(self):
+        if self.every < 0 or min(self.episodes, self.max_steps) <= 0:
+            raise ConfigError(
+                "evaluation.every must not be negative, evaluation.episodes and "
+                "evaluation.max_steps must be positive, got "
+                f"{self.every}, {self.episodes} and {self.max_steps}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Everything that can be set in a config file or by ``--config.KEY=VALUE``.
+
+    Attributes:
+      env: "suite:name", or "module:Class" for an environment of one's own.
+      env_kwargs: arguments of the environment's constructor.
+      env_params: parameters of the environment that differ from their defaults.
+      agent: "ppo" or "vtrace".
+      seed: of everything random.
+      total_steps: environment steps to train for, over all devices; rounded up to whole host calls.
+      num_envs: environments in all, over all devices.
+      unroll_length: steps an environment takes between two updates (T).
+      updates_per_call: updates in one call of the compiled program; 0 chooses, so that a run is
+        about a hundred calls. Metrics are written once a call.
+      stagger: the first episodes are advanced by up to this many random actions, each environment
+        by another number, so that they do not end all at once; 0 starts them together.
+      discount: gamma.
+      entropy_cost: weight of the entropy bonus.
+      value_cost: weight of the value loss.
+      normalize_observations: standardise observations by running statistics.
+      normalize_rewards: scale rewards by the running deviation of discounted returns.
+      optimizer, learning_rate, anneal, epsilon, max_grad_norm, num_epochs, num_minibatches: see
+        ``learner.LearnerConfig``.
+      cpu_devices: devices to split a CPU into; 0 chooses (see ``auto_cpu_devices``).
+      prng: JAX's random number generator. "philox4x32" costs a tenth of "threefry2x32" on a CPU.
+      network: see ``nets.actor_critic.NetworkConfig``.
+      ppo: see ``agents.ppo.PPOConfig``.
+      vtrace: see ``agents.vtrace.VTraceConfig``.
+      evaluation: see ``EvaluationConfig``.
+    """
+
+    env: str = "gymnax:CartPole-v1"
+    env_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    env_params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    agent: str = "ppo"
+    seed: int = 0
+    total_steps: int = 500_000
+    num_envs: int = 64
+    unroll_length: int = 128
+    updates_per_call: int = 0
+    stagger: int = 0
+    discount: float = 0.99
+    entropy_cost: float = 0.01
+    value_cost: float = 0.5
+    normalize_observations: bool = False
+    normalize_rewards: bool = False
+    optimizer: str = "adam"
+    learning_rate: float = 2.5e-4
+    anneal: bool = True
+    epsilon: float = 1e-5
+    max_grad_norm: float = 0.5
+    num_epochs: int = 4
+    num_minibatches: int = 4
+    cpu_devices: int = 0
+    prng: str = "philox4x32"
+    network: NetworkConfig = dataclasses.field(default_factory=NetworkConfig)
+    ppo: PPOConfig = dataclasses.field(default_factory=PPOConfig)
+    vtrace: VTraceConfig = dataclasses.field(default_factory=VTraceConfig)
+    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+
+    def __post_init__(self):
+        for kind, name, known in (("agent", self.agent, AGENTS), ("prng", self.prng, PRNGS)):
+            if name not in known:
+                raise unknown(kind, name, known)
+        for key in ("total_steps", "num_envs", "unroll_length"):
+            if getattr(self, key) <= 0:
+                raise ConfigError(f"{key} must be positive, got {getattr(self, key)}")
+        for key in ("updates_per_call", "stagger", "cpu_devices", "seed"):
+            if getattr(self, key) < 0:
+                raise ConfigError(f"{key} must not be negative, got {getattr(self, key)}")
+        # Built here once, so that what they refuse is refused before anything starts.
+        _ = self.learner, self.actor_critic
+
+    @property
+    def learner(self) -> LearnerConfig:
+        """The settings that are the learner's."""
+        return _select(LearnerConfig, self)
+
+    @property
+    def actor_critic(self) -> ActorCriticConfig:
+        """The settings that are every actor-critic's."""
+        return _select(ActorCriticConfig, self)
+
+
+def _select(cls: type, config: Config) -> Any:
+    return cls(**{field.name: getattr(config, field.name) for field in dataclasses.fields(cls)})
+
+
+def default_config() -> ml_collections.ConfigDict:
+    """Every setting at its default, for a config file to change."""
+    return ml_collections.ConfigDict(dataclasses.asdict(Config()))
+
+
+def parse(config: Mapping[str, Any] | ml_collections.ConfigDict | Config) -> Config:
+    """A frozen ``Config`` of a config file's dictionary.
+
+    Raises:
+      ConfigError: an unknown key, a value of the wrong type, or an impossible one.
+    """
+    if isinstance(config, Config):
+        return config
+    if isinstance(config, ml_collections.ConfigDict):
+        config = config.to_dict()
+    return _build(Config, config, "")
+
+
+def _build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    built = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if key not in fields:
+            raise unknown("config key", name, (f"{prefix}{k}" for k in fields))
+        built[key] = _convert(fields[key].type, value, name)
+    return cls(**built)
+
+
+def _convert(kind: Any, value: Any, name: str) -> Any:
+    """``value`` as the field's type; whole numbers pass for floats, lists for tuples."""
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{name} is a section, got {value!r}")
+        return _build(kind, value, f"{name}.")  # type: ignore[arg-type]
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if kind is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if kind == tuple[int, ...] and isinstance(value, list | tuple):
+        if all(isinstance(x, int) for x in value):
+            return tuple(value)
+    elif kind in (str, int, float, bool):
+        if type(value) is kind and (kind is not float or math.isfinite(value)):
+            return value
+    elif isinstance(value, Mapping):
+        return dict(value)
+    expected = getattr(kind, "__name__", str(kind))
+    raise ConfigError(f"{name} must be of type {expected}, got {value!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Every number that follows from a config and the number of devices.
+
+    Attributes:
+      num_devices: in the mesh.
+      num_envs: in all.
+      envs_per_device: of them, on each device.
+      unroll_length: T.
+      steps_per_update: environment steps of one update, over all devices.
+      num_updates: of the run.
+      updates_per_call: in one call of the compiled program.
+      num_calls: of it.
+      total_steps: environment steps of the run, ``total_steps`` of the config or a little more.
+    """
+
+    num_devices: int
+    num_envs: int
+    envs_per_device: int
+    unroll_length: int
+    steps_per_update: int
+    num_updates: int
+    updates_per_call: int
+    num_calls: int
+    total_steps: int
+
+
+def sizes(config: Config, num_devices: int) -> Sizes:
+    """Derives all sizes.
+
+    Raises:
+      ConfigError: environments don't divide over devices.
+    """
+    if config.num_envs % num_devices:
+        raise ConfigError(
+            f"num_envs={config.num_envs} does not divide over {num_devices} devices; "
+            f"{_nearest_multiple(config.num_envs, num_devices)} would"
+        )
+    steps_per_update = config.num_envs * config.unroll_length
+    updates = math.ceil(config.total_steps / steps_per_update)
+    per_call = config.updates_per_call or max(1, updates // 100)
+    calls = math.ceil(updates / per_call)
+    return Sizes(
+        num_devices=num_devices,
+        num_envs=config.num_envs,
+        envs_per_device=config.num_envs // num_devices,
+        unroll_length=config.unroll_length,
+        steps_per_update=steps_per_update,
+        num_updates=calls * per_call,
+        updates_per_call=per_call,
+        num_calls=calls,
+        total_steps=calls * per_call * steps_per_update,
+    )
+
+
+def _nearest_multiple(n: int, divisor: int) -> int:
+    return max(1, round(n / divisor)) * divisor
+
+
+def auto_cpu_devices(config: Config) -> int:
+    """How many devices a CPU is split into by default."""
+    del config
+    return 1

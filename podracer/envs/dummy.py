@@ -1,0 +1,163 @@
+"""Environments with known answers: they catch mistakes that learning curves hide.
+
+``counting`` shows any mix-up of reset, memory or batch axis without learning (an idea of embodied's
+dummy environment); the probes have values that can be computed by hand, each adding one thing to
+get wrong (after Andy Jones, https://andyljones.com/posts/rl-debugging.html).
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from podracer.errors import ConfigError, unknown
+from podracer.types import Array, ArrayTree, Box, Discrete, Environment, Spec, TimeStep
+
+
+def _spec(shape: tuple[int, ...], continuous: bool, actions: int = 2) -> Spec:
+    action = Box((1,), -np.ones(1), np.ones(1)) if continuous else Discrete(actions)
+    return Spec(jax.ShapeDtypeStruct(shape, jnp.float32), action)
+
+
+def _start(observation: Array) -> TimeStep:
+    return TimeStep(
+        jnp.asarray(observation, jnp.float32), jnp.float32(0), jnp.float32(1), jnp.bool_(True)
+    )
+
+
+def counting(
+    length: int = 5, vary: int = 3, truncate: bool = False, next_step: bool = False
+) -> Environment:
+    """Counts its steps: the observation is ``[count since the episode began, episode length]``.
+
+    So ``count[t+1] == (count[t] + 1) * ~first[t+1]`` for any unroll of any agent, across unrolls
+    too. Rewards are the count arrived at; actions do nothing.
+
+    Args:
+      length: of the shortest episode.
+      vary: episodes are up to this much longer, at random.
+      truncate: episodes are truncated, else terminated.
+      next_step: a new episode begins in the step after the last one's end, else in the same.
+    """
+
+    def begin(key: Array) -> Array:
+        return jnp.stack([0, length + jax.random.randint(key, (), 0, vary + 1)])
+
+    def reset(key: Array) -> tuple[Array, TimeStep]:
+        state = begin(key)
+        return state, _start(state)
+
+    def step(key: Array, state: Array, action: Array) -> tuple[Array, TimeStep]:
+        del action
+        count, end = state[0] + 1, state[1]
+        ended = count == end
+        first = count > end if next_step else ended
+        restart = jnp.where(first, begin(key), jnp.stack([count, end]))
+        discount = 0.0 if not truncate else 1.0
+        timestep = TimeStep(
+            restart.astype(jnp.float32),
+            jnp.where(count > end, 0, count).astype(jnp.float32),
+            jnp.where(ended, discount, 1.0),
+            first,
+        )
+        return restart, timestep
+
+    return Environment(_spec((2,), continuous=False), reset, step)
+
+
+Reward = Callable[[Array, Array], Array]
+
+
+def _probe(
+    observe: Callable[[Array], Array],
+    reward: Reward,
+    *,
+    shape: tuple[int, ...] = (1,),
+    length: int = 1,
+    continuous: bool = False,
+) -> Environment:
+    """Episodes of ``length`` steps; the reward comes with the last, from the first observation.
+
+    Args:
+      observe: ``(key) -> first observation``.
+      reward: ``(first observation, action) -> reward`` of the last step.
+      shape: of observations; after the first step they are zeros.
+      length: steps an episode.
+      continuous: actions are a box [-1, 1], else there are two.
+    """
+
+    def reset(key: Array) -> tuple[tuple[Array, Array], TimeStep]:
+        observation = observe(key)
+        return (observation, jnp.int32(0)), _start(observation)
+
+    def step(key: Array, state: ArrayTree, action: Array) -> tuple[ArrayTree, TimeStep]:
+        cue, count = state
+        count = count + 1
+        ended = count == length
+        (new_cue, zero), start = reset(key)
+        timestep = TimeStep(
+            jnp.where(ended, start.observation, jnp.zeros(shape)),
+            jnp.where(ended, reward(cue, jnp.squeeze(action)), 0.0).astype(jnp.float32),
+            1 - ended.astype(jnp.float32),
+            ended,
+        )
+        return jax.tree.map(
+            lambda n, o: jnp.where(ended, n, o), (new_cue, zero), (cue, count)
+        ), timestep
+
+    return Environment(_spec(shape, continuous), reset, step)
+
+
+def _sign(key: Array) -> Array:
+    return jax.random.rademacher(key, (1,), jnp.float32)
+
+
+def one(continuous: bool = False) -> Environment:
+    """One step, reward 1: V = 1. Catches a value loss that does not learn."""
+    return _probe(lambda key: jnp.zeros(1), lambda cue, action: jnp.float32(1), continuous=continuous)
+
+
+def sign(continuous: bool = False) -> Environment:
+    """One step, reward = observation = +-1: V(x) = x. Catches values that ignore observations."""
+    return _probe(_sign, lambda cue, action: cue[0], continuous=continuous)
+
+
+def delayed(continuous: bool = False) -> Environment:
+    """Two steps, observation 1 then 0, reward 1 at the end: V(0) = 1, V(1) = gamma."""
+    return _probe(
+        lambda key: jnp.ones(1), lambda cue, action: jnp.float32(1), length=2, continuous=continuous
+    )
+
+
+def _agree(cue: Array, action: Array, *, continuous: bool) -> Array:
+    """+1 for answering the cue: action 1 for +1, 0 for -1; or an action half way out to its side."""
+    if continuous:
+        return 1 - (jnp.clip(action, -1, 1) - 0.5 * cue[0]) ** 2
+    return jnp.where(action == (cue[0] > 0), 1.0, -1.0)
+
+
+def choice(continuous: bool = False) -> Environment:
+    """One step, the reward depends on the action in view of the observation: best return 1."""
+    return _probe(_sign, partial(_agree, continuous=continuous), continuous=continuous)
+
+
+def memory(length: int = 3, continuous: bool = False) -> Environment:
+    """As ``choice``, but the cue is seen in the first step only: 1 with memory, else 0 (0.75)."""
+    return _probe(_sign, partial(_agree, continuous=continuous), length=length, continuous=continuous)
+
+
+ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
+    f.__name__: f for f in (counting, one, sign, delayed, choice, memory)
+}
+
+
+def make(name: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Environment:
+    """One of ``ENVIRONMENTS``; ``kwargs`` are its arguments, ``params`` it has none."""
+    if name not in ENVIRONMENTS:
+        raise unknown("dummy environment", name, ENVIRONMENTS)
+    if params:
+        raise ConfigError(f"dummy:{name} has no env_params, got {dict(params)}; use env_kwargs")
+    return ENVIRONMENTS[name](**kwargs)

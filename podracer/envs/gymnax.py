@@ -1,0 +1,178 @@
+"""Environments written for gymnax 1.0, registered there or by a user.
+
+gymnax resets in the step in which an episode ends. That hides the final observation, which a
+truncated episode has to bootstrap from, so this adapter drives an environment's own ``step_env``,
+``reset_env`` and ``is_truncated``: a *terminated* episode restarts in the same step (nothing follows
+its end), a *truncated* one first arrives at its true final observation, and restarts in the next
+step, which ignores the action. See ``returns.py`` for the rule that reads both.
+"""
+
+import dataclasses
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+from urllib.error import URLError
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from podracer.envs import spaces
+from podracer.errors import ConfigError, unknown
+from podracer.types import Array, ArrayTree, Box, Discrete, Environment, Spec, TimeStep
+
+# Only gymnax's drawing needs these, and they take longer to import than all the rest together.
+PLOTTING = ("matplotlib.pyplot", "seaborn")
+
+
+class GymnaxState(struct.PyTreeNode):
+    """The environment's own state, and whether its episode was truncated on arriving at it."""
+
+    env: ArrayTree
+    truncated: Array
+
+
+def _defer(name: str) -> None:
+    """Has the module of this name loaded when it is first used, not when it is imported."""
+    spec = None if name in sys.modules else importlib.util.find_spec(name)
+    if spec is None or spec.loader is None:
+        return
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    parent, _, child = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], child, module)
+
+
+def import_gymnax() -> ModuleType:
+    """gymnax, without the seconds that its plotting libraries take."""
+    if "gymnax" not in sys.modules:
+        for name in PLOTTING:
+            _defer(name)
+    return importlib.import_module("gymnax")
+
+
+def make(name: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Environment:
+    """An environment that gymnax registers.
+
+    Args:
+      name: gymnax's id, as "CartPole-v1".
+      kwargs: for its constructor.
+      params: fields of its parameters that differ from their defaults.
+
+    Raises:
+      ConfigError: no such environment, argument or parameter; a space agents can't act in; or an
+        environment that can't be made here.
+    """
+    gymnax = import_gymnax()
+    if name not in gymnax.registered_envs:
+        raise unknown("gymnax environment", name, gymnax.registered_envs)
+    try:
+        env, _ = gymnax.make(name, **kwargs)
+    except TypeError as error:
+        raise ConfigError(f"gymnax:{name} does not take env_kwargs={dict(kwargs)}: {error}") from error
+    except URLError as error:
+        raise ConfigError(
+            f"gymnax:{name} downloads its data set when it is made, and that failed: {error.reason}"
+        ) from error
+    return adapt(env, f"gymnax:{name}", params)
+
+
+def load(path: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Environment:
+    """A user's own environment: a subclass of ``gymnax.environments.environment.Environment``.
+
+    Args:
+      path: "module:Class", importable.
+      kwargs: for its constructor.
+      params: fields of its parameters that differ from their defaults.
+    """
+    module_name, _, attribute = path.partition(":")
+    module = importlib.import_module(module_name)
+    if not hasattr(module, attribute):
+        raise unknown(f"environment in module {module_name!r}", attribute, vars(module))
+    env = getattr(module, attribute)(**kwargs)
+    missing = [
+        method
+        for method in ("step_env", "reset_env", "is_truncated", "action_space", "default_params")
+        if not hasattr(env, method)
+    ]
+    if missing:
+        raise ConfigError(
+            f"env={path!r} is no gymnax environment: it lacks {', '.join(missing)}; derive it from "
+            "gymnax.environments.environment.Environment (gymnax 1.0)"
+        )
+    return adapt(env, path, params)
+
+
+def _action_space(space: Any, name: str) -> Discrete | Box:
+    if hasattr(space, "n"):
+        return Discrete(int(space.n))
+    if hasattr(space, "low") and hasattr(space, "high"):
+        shape = tuple(space.shape)
+        low, high = (np.broadcast_to(np.asarray(x, np.float32), shape) for x in (space.low, space.high))
+        return Box(shape, low, high)
+    raise ConfigError(f"{name} has the action space {space}; agents act in Discrete and Box spaces")
+
+
+def adapt(env: Any, name: str, changes: Mapping[str, Any]) -> Environment:
+    """A gymnax environment as ours.
+
+    Args:
+      env: an instance.
+      name: what to call it in errors.
+      changes: fields of its parameters that differ from their defaults.
+    """
+    defaults = env.default_params
+    known = {field.name for field in dataclasses.fields(defaults)}
+    for key in changes:
+        if key not in known:
+            raise unknown(f"parameter of {name} in env_params", key, known)
+    params = defaults.replace(**changes)
+    action = _action_space(env.action_space(params), name)
+    # A whole number in [0, n) is no quantity: it is given one-hot.
+    classes = getattr(env.observation_space(params), "n", None)
+
+    def observe(observation: ArrayTree) -> Array:
+        return observation if classes is None else jax.nn.one_hot(observation, classes)
+
+    def reset(key: Array) -> tuple[GymnaxState, TimeStep]:
+        observation, state = env.reset_env(key, params)
+        timestep = TimeStep(
+            observe(observation), jnp.float32(0), jnp.float32(1), jnp.bool_(True)
+        )
+        return GymnaxState(state, jnp.bool_(False)), timestep
+
+    def step(key: Array, state: GymnaxState, action_: Array) -> tuple[GymnaxState, TimeStep]:
+        step_key, reset_key = jax.random.split(key)
+        if isinstance(action, Box):
+            action_ = spaces.to_box(action_, action)
+        observation, env_state, reward, terminated, _ = env.step_env(
+            step_key, state.env, action_, params
+        )
+        terminated = jnp.asarray(terminated, bool) & ~state.truncated
+        first = terminated | state.truncated
+        truncated = env.is_truncated(env_state, params) & ~first
+        restart = env.reset_env(reset_key, params)
+        observation, env_state = jax.tree.map(
+            lambda new, old: jnp.where(first, new, old), restart, (observation, env_state)
+        )
+        timestep = TimeStep(
+            observe(observation),
+            jnp.where(state.truncated, 0, reward).astype(jnp.float32),
+            1 - terminated.astype(jnp.float32),
+            first,
+        )
+        return GymnaxState(env_state, truncated), timestep
+
+    _, example = jax.eval_shape(reset, jax.random.key(0))
+    if not isinstance(example.observation, jax.ShapeDtypeStruct):
+        raise ConfigError(
+            f"{name} observes {type(example.observation).__name__}, a structure of arrays; networks "
+            "take a single array"
+        )
+    return Environment(Spec(example.observation, action), reset, step)

@@ -1,0 +1,27 @@
+"""Errors a person can act on: what was wrong, the value, and what would be right."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class ConfigError(ValueError):
+    """An impossible setting, found before anything compiles. The commands exit with code 2."""
+
+
+class DivergedError(RuntimeError):
+    """A loss or a gradient became NaN or infinite. The commands exit with code 3."""
+
+
+def unknown(kind: str, name: object, known: Iterable[str]) -> ConfigError:
+    """The error for a name that does not exist, with the nearest ones that do.
+
+    Args:
+      kind: what was looked up, as a reader would call it ("agent", "config key").
+      name: the name that was not found.
+      known: every name that would have been.
+    """
+    known = sorted(known)
+    near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.5)
+    if near:
+        return ConfigError(f"unknown {kind} {name!r}; did you mean {' or '.join(near)}?")
+    return ConfigError(f"unknown {kind} {name!r}; known are {', '.join(known)}")

@@ -1,0 +1,182 @@
+"""The one learner: it knows no algorithm, only an ``Agent``.
+
+prepare -> epochs x minibatches of (gradient -> mean over devices -> optax) -> target.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from podracer.errors import ConfigError, unknown
+from podracer.types import Agent, Array, ArrayTree, Mean, Params, TrainState, Trajectory
+
+OPTIMIZERS = ("adam", "rmsprop")
+Metrics = dict[str, Array]
+Update = Callable[[TrainState, Trajectory, Array], tuple[TrainState, Metrics]]
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnerConfig:
+    """How gradients become weights.
+
+    Attributes:
+      optimizer: "adam" or "rmsprop" (with epsilon inside the root, as in TensorFlow and IMPALA).
+      learning_rate: of the first gradient step.
+      anneal: the learning rate falls linearly to 0 over the run; else it is constant.
+      epsilon: of the optimizer.
+      max_grad_norm: gradients are scaled down to this global norm; 0 turns it off.
+      num_epochs: passes over a rollout.
+      num_minibatches: gradient steps a pass.
+    """
+
+    optimizer: str
+    learning_rate: float
+    anneal: bool
+    epsilon: float
+    max_grad_norm: float
+    num_epochs: int
+    num_minibatches: int
+
+    def __post_init__(self):
+        if self.optimizer not in OPTIMIZERS:
+            raise unknown("optimizer", self.optimizer, OPTIMIZERS)
+        if min(self.num_epochs, self.num_minibatches) <= 0:
+            raise ConfigError(
+                "num_epochs and num_minibatches must be positive, got "
+                f"{self.num_epochs} and {self.num_minibatches}"
+            )
+        if self.learning_rate <= 0 or self.epsilon <= 0 or self.max_grad_norm < 0:
+            raise ConfigError(
+                "learning_rate and epsilon must be positive and max_grad_norm not negative, got "
+                f"{self.learning_rate}, {self.epsilon} and {self.max_grad_norm}"
+            )
+
+
+def make_optimizer(config: LearnerConfig, num_updates: int) -> optax.GradientTransformation:
+    """Clip, then adam or rmsprop, on one flat vector of all parameters.
+
+    Flat, because a small network has many small arrays, and an operation for each costs more than
+    its arithmetic.
+
+    Args:
+      config: how.
+      num_updates: of the whole run, over which the learning rate is annealed.
+    """
+    rate: float | optax.Schedule = config.learning_rate
+    if config.anneal:
+        steps = num_updates * config.num_epochs * config.num_minibatches
+        rate = optax.linear_schedule(config.learning_rate, 0.0, steps)
+    if config.optimizer == "adam":
+        scale = optax.adam(rate, eps=config.epsilon)
+    else:
+        scale = optax.rmsprop(rate, decay=0.99, eps=config.epsilon, eps_in_sqrt=True)
+    clip = optax.clip_by_global_norm(config.max_grad_norm)
+    return optax.flatten(optax.chain(clip, scale) if config.max_grad_norm else scale)
+
+
+def shuffle(key: Array, items: int, minibatches: int, device_index: Array | int) -> Array:
+    """Which items make up which minibatch: ``[minibatches, items / minibatches]`` indices.
+
+    The shuffle is stratified: of every run of ``minibatches`` neighbouring items, one goes to each
+    minibatch, drawn by a key that depends on the run's *global* number. So a minibatch over all
+    devices holds the same items however they are spread, which a permutation of each device's items
+    would not; it is even over time and environments; and it costs no sort of the whole batch, which
+    takes a quarter of an update on a CPU (see benchmarks/README.md).
+
+    Args:
+      key: the same on all devices.
+      items: on this device, a multiple of ``minibatches``.
+      minibatches: how many.
+      device_index: where this device's items stand among all.
+    """
+    runs = items // minibatches
+    ids = device_index * runs + jnp.arange(runs)
+    bits = jax.vmap(lambda i: jax.random.bits(jax.random.fold_in(key, i), (minibatches,)))(ids)
+    order = jnp.argsort(bits, axis=1)
+    return (jnp.arange(runs)[:, None] * minibatches + order).T
+
+
+def make_update(
+    agent: Agent,
+    optimizer: optax.GradientTransformation,
+    config: LearnerConfig,
+    *,
+    all_mean: Mean,
+    device_index: Callable[[], Array | int],
+    update_target: Callable[[Params, Params, Array], Params] = lambda new, old, step: old,
+) -> Update:
+    """The function that learns from one trajectory.
+
+    Args:
+      agent: what to learn.
+      optimizer: as ``make_optimizer`` makes it.
+      config: epochs and minibatches.
+      all_mean: the mean of a tree over devices; called once a gradient step, with gradients and
+        metrics together.
+      device_index: this device's number.
+      update_target: ``(params, target, step) -> target``, as optax's ``incremental_update`` and
+        ``periodic_update`` do it; agents without a target keep their ``()``.
+
+    Returns:
+      ``(train_state, trajectory, key) -> (train_state, metrics)``; metrics are means over gradient
+      steps. ``key`` is the same on all devices.
+    """
+
+    def gradient_step(
+        carry: tuple[TrainState, Array], batch: ArrayTree, key: Array
+    ) -> tuple[tuple[TrainState, Array], Metrics]:
+        train_state, stopped = carry
+        params = train_state.weights.params
+        grads, aux = jax.grad(agent.loss, has_aux=True)(params, train_state, batch, key)
+        grads, metrics, stop = all_mean((grads, aux.metrics, aux.stop))
+        updates, opt_state = optimizer.update(grads, train_state.opt_state, params)
+        new = (optax.apply_updates(params, updates), opt_state)
+        if not isinstance(stop, tuple):
+            stopped = stopped | (stop > 0)
+            old = (params, train_state.opt_state)
+            new = jax.tree.map(lambda o, n: jnp.where(stopped, o, n), old, new)
+            metrics = {**metrics, "stopped": jnp.float32(stopped)}
+        metrics = {**metrics, "grad_norm": optax.global_norm(grads)}
+        weights = train_state.weights.replace(params=new[0])
+        return (train_state.replace(weights=weights, opt_state=new[1]), stopped), metrics
+
+    def update(
+        train_state: TrainState, trajectory: Trajectory, key: Array
+    ) -> tuple[TrainState, Metrics]:
+        batch, stats = agent.prepare(train_state, trajectory)
+        items, minibatches = jax.tree.leaves(batch)[0].shape[0], config.num_minibatches
+        if items % minibatches:
+            raise ConfigError(
+                f"num_minibatches={minibatches} does not divide the {items} items a device learns "
+                "from (items are transitions, or whole environments for recurrent networks and "
+                "V-trace)"
+            )
+
+        def epoch(carry: tuple[TrainState, Array], key: Array):
+            shuffle_key, loss_key = jax.random.split(key)
+            if minibatches == 1:
+                carry, metrics = gradient_step(carry, batch, loss_key)
+                return carry, jax.tree.map(lambda x: x[None], metrics)
+            order = shuffle(shuffle_key, items, minibatches, device_index())
+
+            def minibatch(carry: tuple[TrainState, Array], x: tuple[Array, Array]):
+                indices, key = x
+                return gradient_step(carry, jax.tree.map(lambda x: x[indices], batch), key)
+
+            return jax.lax.scan(minibatch, carry, (order, jax.random.split(loss_key, minibatches)))
+
+        keys = jax.random.split(key, config.num_epochs)
+        (train_state, _), metrics = jax.lax.scan(epoch, (train_state, jnp.bool_(False)), keys)
+        step = train_state.step + 1
+        params = train_state.weights.params
+        train_state = train_state.replace(
+            weights=train_state.weights.replace(stats=stats),
+            target=update_target(params, train_state.target, step),
+            step=step,
+        )
+        return train_state, jax.tree.map(jnp.mean, metrics)
+
+    return update

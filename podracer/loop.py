@@ -1,0 +1,165 @@
+"""The loop around a compiled step: evaluation, metrics one call late, the stop at NaN, the end."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from podracer.config import Config, Sizes
+from podracer.errors import DivergedError
+from podracer.evaluate import Episodes
+from podracer.metrics import Clock, Row, Writer
+from podracer.rollout import EpisodeMetrics
+from podracer.types import Weights
+
+
+class CallMetrics(NamedTuple):
+    """What one call of a step reports, on the device; K updates.
+
+    Attributes:
+      losses: by name, ``[K]`` each; means over devices and gradient steps.
+      episodes: means over devices, ``[K]`` each, of sums over the episodes that ended.
+    """
+
+    losses: dict[str, jax.Array]
+    episodes: EpisodeMetrics
+
+
+class Result(NamedTuple):
+    """What a run returns.
+
+    Attributes:
+      weights: the trained ones, on the devices.
+      metrics: every row of ``metrics.jsonl``.
+      summary: the content of ``summary.json``.
+    """
+
+    weights: Weights
+    metrics: list[Row]
+    summary: dict[str, Any]
+
+
+def _check_finite(losses: dict[str, np.ndarray], first_update: int, sizes: Sizes) -> None:
+    """Raises ``DivergedError`` with the steps of the first update that has a NaN or infinity."""
+    bad = {name: ~np.isfinite(x) for name, x in losses.items()}
+    worst = np.logical_or.reduce(list(bad.values()))
+    if not worst.any():
+        return
+    update = int(worst.argmax())
+    start = (first_update + update) * sizes.steps_per_update
+    names = sorted(name for name, x in bad.items() if x[update])
+    raise DivergedError(
+        f"{', '.join(names)} became NaN or infinite between environment steps {start:,} and "
+        f"{start + sizes.steps_per_update:,} (update {first_update + update}); a lower "
+        "learning_rate or max_grad_norm, or normalize_observations, may help"
+    )
+
+
+def _train_row(metrics: CallMetrics, sizes: Sizes) -> Row:
+    episodes = EpisodeMetrics(*(float(x.sum()) for x in metrics.episodes))
+    row: Row = {f"loss/{name}": float(x.mean()) for name, x in metrics.losses.items()}
+    row["train/episodes"] = round(episodes.count * sizes.num_devices)
+    if episodes.count:
+        row["train/episode_return"] = episodes.ret / episodes.count
+        row["train/episode_length"] = episodes.length / episodes.count
+    return row
+
+
+def _eval_row(episodes: Episodes) -> Row:
+    return {
+        "eval/episode_return": float(episodes.ret.mean()),
+        "eval/episode_return_std": float(episodes.ret.std()),
+        "eval/episode_length": float(episodes.length.mean()),
+        "eval/episodes": int(episodes.ret.size),
+        "eval/complete": int(episodes.complete.sum()),
+    }
+
+
+def run(
+    state: Any,
+    *,
+    step: Callable[[Any], tuple[Any, CallMetrics]],
+    evaluate: Callable[[Any], Episodes],
+    config: Config,
+    sizes: Sizes,
+    writer: Writer,
+    clock: Clock,
+) -> Result:
+    """Calls ``step`` until the run is over.
+
+    The metrics of one call are read while the next one runs, so that the devices never wait for the
+    host; nothing moves to or from them but what is asked for (JAX's transfer guard).
+
+    Args:
+      state: with ``state.train`` a ``TrainState``; donated.
+      step: one call, compiled.
+      evaluate: judges the weights of a state, compiled.
+      config: of the run.
+      sizes: of the run.
+      writer: where rows go.
+      clock: keeps what time went to; compiling is in it already.
+
+    Raises:
+      DivergedError: a loss or gradient became NaN or infinite; what was written stays.
+    """
+    rows: list[Row] = []
+    after_compile = clock.total()
+    last = {"step": 0, "seconds": clock.training()}
+
+    def read(call: int, metrics: CallMetrics, evaluation: Row) -> None:
+        metrics = jax.device_get(metrics)
+        _check_finite(metrics.losses, call * sizes.updates_per_call, sizes)
+        now = {
+            "step": (call + 1) * sizes.updates_per_call * sizes.steps_per_update,
+            "seconds": clock.training(),
+        }
+        row: Row = {
+            "step": now["step"],
+            "wall_time": clock.total(),
+            "time/steps_per_second": (now["step"] - last["step"])
+            / max(now["seconds"] - last["seconds"], 1e-9),
+            **_train_row(metrics, sizes),
+            **evaluation,
+        }
+        last.update(now)
+        rows.append(row)
+        writer.write(row)
+
+    with writer, jax.transfer_guard("disallow"):
+        unread = None
+        for call in range(sizes.num_calls):
+            state, metrics = step(state)
+            if unread is not None:
+                read(*unread)
+            unread = (call, metrics, {})
+            if _evaluation_due(call, config, sizes):
+                jax.block_until_ready(metrics)
+                with clock.measure("evaluation"):
+                    row = _eval_row(jax.device_get(evaluate(state)))
+                read(call, metrics, row)
+                unread = None
+
+    summary = {
+        "env_steps": sizes.total_steps,
+        "wall_seconds": clock.total(),
+        "compile_seconds": clock.seconds["compile"],
+        "steps_per_second": sizes.total_steps / (clock.total() - after_compile),
+        "eval_return_mean": rows[-1]["eval/episode_return"],
+        "eval_return_std": rows[-1]["eval/episode_return_std"],
+        "eval_episodes": rows[-1]["eval/episodes"],
+        "eval_complete": rows[-1]["eval/complete"],
+        "seed": config.seed,
+        "seconds": {**clock.seconds, "training": clock.training()},
+    }
+    writer.finish(summary)
+    return Result(state.train.weights, rows, summary)
+
+
+def _evaluation_due(call: int, config: Config, sizes: Sizes) -> bool:
+    """After the last call, and after each that completes another ``evaluation.every`` updates."""
+    if call + 1 == sizes.num_calls:
+        return True
+    every = config.evaluation.every
+    before, after = (n * sizes.updates_per_call for n in (call, call + 1))
+    return every > 0 and after // every > before // every

@@ -1,0 +1,198 @@
+"""What a run leaves behind and shows: clocks, metrics.jsonl, config.json, summary.json, progress."""
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from podracer.config import Config, Sizes
+from podracer.errors import ConfigError
+
+Row = dict[str, int | float]
+
+METRICS, CONFIG, SUMMARY = "metrics.jsonl", "config.json", "summary.json"
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "rlax", "distrax", "chex", "gymnax", "numpy")
+# Without a terminal, a line at most this often, in seconds.
+PLAIN_INTERVAL = 2.0
+
+
+class Clock:
+    """Keeps what time went to, in seconds; what is not measured as something else is training."""
+
+    def __init__(self):
+        self._start = time.monotonic()
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def measure(self, what: str) -> Iterator[None]:
+        """Adds the time spent inside to ``what``."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[what] = self.seconds.get(what, 0.0) + time.monotonic() - start
+
+    def total(self) -> float:
+        """Since the clock was made."""
+        return time.monotonic() - self._start
+
+    def training(self) -> float:
+        """The total without all that was measured."""
+        return self.total() - sum(self.seconds.values())
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in ("podracer", *PACKAGES):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
+
+
+def _claim(workdir: pathlib.Path) -> str | None:
+    """Makes ``workdir`` a writable folder without a run in it; a run that is there moves aside.
+
+    Returns:
+      Where the earlier run went, if there was one.
+
+    Raises:
+      ConfigError: the folder can't be made or written to.
+    """
+    moved = None
+    try:
+        if (workdir / METRICS).exists():
+            number = 1
+            while (aside := workdir.with_name(f"{workdir.name}.{number}")).exists():
+                number += 1
+            workdir.rename(aside)
+            moved = str(aside)
+        workdir.mkdir(parents=True, exist_ok=True)
+        (workdir / METRICS).touch()
+    except OSError as error:
+        raise ConfigError(
+            f"workdir {str(workdir)!r} is not writable: {error.strerror}; give another by --workdir"
+        ) from error
+    return moved
+
+
+class Writer:
+    """Writes a run's files and shows its progress, on a terminal as a bar, else in plain lines.
+
+    Use as a context manager around the run, so that the bar is taken down however it ends.
+    """
+
+    def __init__(
+        self,
+        workdir: str | os.PathLike[str] | None,
+        *,
+        quiet: bool = False,
+        stream: TextIO | None = None,
+    ):
+        """Claims the workdir; ``None`` writes no files. Raises ``ConfigError`` if it can't."""
+        self._console = Console(file=stream or sys.stdout, quiet=quiet, highlight=False)
+        self._workdir = None if workdir is None else pathlib.Path(workdir)
+        self._file: TextIO | None = None
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._total_steps = 0
+        self._last_line = -PLAIN_INTERVAL
+        if self._workdir is not None:
+            moved = _claim(self._workdir)
+            if moved:
+                self._console.print(f"the earlier run in {self._workdir} is now {moved}")
+
+    def begin(self, config: Config, sizes: Sizes) -> None:
+        """Says and writes down what was resolved."""
+        devices = [str(device) for device in jax.devices()]
+        kind = jax.devices()[0].device_kind
+        self._total_steps = sizes.total_steps
+        self._console.print(
+            f"{config.agent} on {config.env}, seed {config.seed}\n"
+            f"  devices        {sizes.num_devices} x {kind} ({jax.default_backend()})\n"
+            f"  environments   {sizes.num_envs:,} = {sizes.num_devices} x {sizes.envs_per_device:,}\n"
+            f"  batch          {sizes.num_envs:,} x {sizes.unroll_length} = "
+            f"{sizes.steps_per_update:,} steps, {config.num_epochs} epochs of "
+            f"{config.num_minibatches} minibatches\n"
+            f"  updates        {sizes.num_updates:,} = {sizes.num_calls:,} calls of "
+            f"{sizes.updates_per_call:,}; {sizes.total_steps:,} steps\n"
+            f"  workdir        {self._workdir}",
+            soft_wrap=True,
+        )
+        self._dump(
+            CONFIG,
+            {
+                "config": dataclasses.asdict(config),
+                "sizes": dataclasses.asdict(sizes),
+                "devices": devices,
+                "device_kind": kind,
+                "processes": jax.process_count(),
+                "versions": _versions(),
+            },
+        )
+
+    def __enter__(self) -> "Writer":
+        if self._workdir is not None:
+            self._file = (self._workdir / METRICS).open("a", encoding="utf-8")
+        if self._console.is_terminal and not self._console.quiet:
+            self._progress = Progress(
+                BarColumn(),
+                TextColumn("{task.percentage:3.0f}% {task.fields[text]} left"),
+                TimeRemainingColumn(),
+                console=self._console,
+            )
+            self._progress.start()
+            self._task = self._progress.add_task("train", total=self._total_steps, text="starts")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+        if self._file is not None:
+            self._file.close()
+
+    def write(self, row: Row) -> None:
+        """Appends one row and shows it."""
+        if self._file is not None:
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            self._file.flush()
+        text = f"{row['step']:,} steps, {row['time/steps_per_second']:,.0f} a second"
+        if "train/episode_return" in row:
+            text += f", return {row['train/episode_return']:,.1f}"
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=row["step"], text=text)
+            return
+        now, last = time.monotonic(), row["step"] == self._total_steps
+        evaluated = "eval/episode_return" in row
+        if evaluated:
+            text += f", evaluation {row['eval/episode_return']:,.1f}"
+        if last or evaluated or now - self._last_line >= PLAIN_INTERVAL:
+            self._last_line = now
+            self._console.print(text)
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Writes summary.json and says how it went."""
+        self._dump(SUMMARY, summary)
+        self._console.print(
+            f"evaluation {summary['eval_return_mean']:,.2f} +- {summary['eval_return_std']:,.2f} "
+            f"over {summary['eval_episodes']} episodes\n"
+            f"{summary['env_steps']:,} steps in {summary['wall_seconds']:.1f} s, of which "
+            f"{summary['compile_seconds']:.1f} s to compile; then "
+            f"{summary['steps_per_second']:,.0f} steps a second",
+            soft_wrap=True,
+        )
+
+    def _dump(self, name: str, content: dict[str, Any]) -> None:
+        if self._workdir is not None:
+            text = json.dumps(content, indent=2, default=str, allow_nan=False)
+            (self._workdir / name).write_text(text + "\n", encoding="utf-8")

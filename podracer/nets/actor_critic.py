@@ -1,0 +1,167 @@
+"""Policy and value networks, from a ``Spec`` and a ``NetworkConfig``.
+
+Modules are Flax NNX, split once into parameters and structure; outside this folder a network is a
+record of pure functions of a plain dictionary of arrays.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from podracer.errors import ConfigError, unknown
+from podracer.nets import conv, heads, mlp, recurrent, resnet
+from podracer.types import Array, ArrayTree, Carry, Params, Spec
+
+TORSOS = ("mlp", *conv.LAYERS, "resnet")
+CORES = ("none", *recurrent.CELLS)
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True)
+class NetworkConfig:
+    """Which network.
+
+    Attributes:
+      torso: "mlp", "minatar", "nature" or "resnet"; the last three take images [H, W, C].
+      hidden: sizes of the layers of an "mlp" torso; () feeds the observation on as it is.
+      activation: between layers, except in "resnet", which is defined with ReLU.
+      core: memory after the torso: "none", "gru" or "lstm".
+      core_size: units of the core.
+      shared: policy and value share torso and core, else each has its own.
+      dtype: what layers compute in; parameters, memory and outputs stay float32.
+    """
+
+    torso: str = "mlp"
+    hidden: tuple[int, ...] = (64, 64)
+    activation: str = "tanh"
+    core: str = "none"
+    core_size: int = 128
+    shared: bool = False
+    dtype: str = "float32"
+
+    def __post_init__(self):
+        for kind, name, known in (
+            ("network torso", self.torso, TORSOS),
+            ("network core", self.core, CORES),
+            ("activation", self.activation, mlp.ACTIVATIONS),
+            ("network dtype", self.dtype, DTYPES),
+        ):
+            if name not in known:
+                raise unknown(kind, name, known)
+        if min((*self.hidden, self.core_size)) <= 0:
+            raise ConfigError(
+                "network sizes must be positive, got "
+                f"network.hidden={self.hidden} and network.core_size={self.core_size}"
+            )
+
+
+class Network(NamedTuple):
+    """Policy and value as pure functions.
+
+    Attributes:
+      init: ``(key) -> params``.
+      memory: ``(batch size) -> Carry``, initial recurrent memory, ``()`` without a core.
+      apply: ``(params, memory, observation [T, B, ...], first [T, B]) -> (memory, policy, value)``
+        with distribution parameters ``[T, B, ...]`` and values ``[T, B]``.
+      distribution: reads the policy's output.
+      recurrent: has memory, so that what is learned from must be whole sequences.
+    """
+
+    init: Callable[[Array], Params]
+    memory: Callable[[int], Carry]
+    apply: Callable[[Params, Carry, Array, Array], tuple[Carry, ArrayTree, Array]]
+    distribution: heads.Distribution
+    recurrent: bool
+
+
+def _torso(spec: Spec, config: NetworkConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+    shape = spec.observation.shape
+    if config.torso == "mlp":
+        return mlp.MLP(shape, config.hidden, config.activation, dtype=dtype, rngs=rngs)
+    if config.torso == "resnet":
+        return resnet.ResNet(shape, dtype=dtype, rngs=rngs)
+    activation = mlp.activation(config.activation)
+    return conv.Conv(config.torso, shape, activation, dtype=dtype, rngs=rngs)
+
+
+class Branch(nnx.Module):
+    """Observations ``[T, B, ...]`` -> features ``[T, B, out_size]``: torso, then core if any."""
+
+    def __init__(self, spec: Spec, config: NetworkConfig, *, rngs: nnx.Rngs):
+        self.dtype = DTYPES[config.dtype]
+        self.torso = _torso(spec, config, self.dtype, rngs)
+        self.core = recurrent.make(
+            config.core, self.torso.out_size, config.core_size, dtype=self.dtype, rngs=rngs
+        )
+        self.out_size = config.core_size if self.core else self.torso.out_size
+
+    def __call__(self, memory: Carry, observation: Array, first: Array) -> tuple[Carry, Array]:
+        time, batch = first.shape
+        # Time is folded into the batch for the torso: it has no memory, and convolutions like it.
+        x = observation.reshape(time * batch, *observation.shape[2:])
+        x = x.astype(self.dtype) / 255 if x.dtype == jnp.uint8 else x.astype(self.dtype)
+        x = self.torso(x).reshape(time, batch, -1)
+        return (memory, x) if self.core is None else self.core(memory, x, first)
+
+
+class ActorCritic(nnx.Module):
+    """A policy and a value head, on one branch or on two."""
+
+    def __init__(self, spec: Spec, config: NetworkConfig, *, rngs: nnx.Rngs):
+        self.actor = Branch(spec, config, rngs=rngs)
+        self.critic = None if config.shared else Branch(spec, config, rngs=rngs)
+        size, dtype = self.actor.out_size, DTYPES[config.dtype]
+        self.policy = heads.policy_head(size, spec.action, dtype=dtype, rngs=rngs)
+        self.value = heads.ValueHead(size, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self, memory: Carry, observation: Array, first: Array
+    ) -> tuple[Carry, ArrayTree, Array]:
+        memories = list(memory) or [(), ()]
+        memories[0], x = self.actor(memories[0], observation, first)
+        y = x
+        if self.critic is not None:
+            memories[1], y = self.critic(memories[1], observation, first)
+        return (tuple(memories) if memory else ()), self.policy(x), self.value(y)
+
+
+def make(spec: Spec, config: NetworkConfig) -> Network:
+    """Builds policy and value networks.
+
+    Args:
+      spec: observation and action spaces.
+      config: which network.
+
+    Raises:
+      ConfigError: an observation that the torso can't take.
+    """
+    abstract = nnx.eval_shape(lambda: ActorCritic(spec, config, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(abstract)
+    branches = 1 if config.shared else 2
+
+    def init(key: Array) -> Params:
+        return nnx.to_pure_dict(nnx.state(ActorCritic(spec, config, rngs=nnx.Rngs(key))))
+
+    def memory(batch: int) -> Carry:
+        if config.core == "none":
+            return ()
+        return (recurrent.initial_memory(config.core, config.core_size, batch),) * branches
+
+    def apply(
+        params: Params, memory: Carry, observation: Array, first: Array
+    ) -> tuple[Carry, ArrayTree, Array]:
+        module = nnx.merge(graphdef, _with_values(state, params))
+        return module(memory, observation, first)
+
+    return Network(init, memory, apply, heads.distribution(spec.action), config.core != "none")
+
+
+def _with_values(state: nnx.State, params: Params) -> nnx.State:
+    """An NNX state of the same structure, holding the arrays of a plain dictionary."""
+    state = jax.tree.map(lambda x: x, state)
+    nnx.replace_by_pure_dict(state, params)
+    return state

@@ -1,0 +1,86 @@
+"""Convolutional torsos for images ``[N, H, W, C]``: MinAtar's size and Atari's (Nature DQN)."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from podracer.errors import ConfigError
+from podracer.nets.mlp import linear
+
+# (channels, kernel, stride) of each layer, and the size of the dense layer after them.
+LAYERS = {
+    # MinAtar, https://arxiv.org/abs/1903.03176, section 3.
+    "minatar": (((16, 3, 1),), 128),
+    # Nature DQN, https://www.nature.com/articles/nature14236, Methods.
+    "nature": (((32, 8, 4), (64, 4, 2), (64, 3, 1)), 512),
+}
+
+
+def image_shape(name: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Checks that an observation is an image, which a convolution needs."""
+    if len(shape) != 3:
+        raise ConfigError(
+            f"network.torso={name!r} needs observations [height, width, channels], got shape "
+            f"{tuple(shape)}; use torso='mlp'"
+        )
+    return shape
+
+
+def conv(
+    in_channels: int,
+    channels: int,
+    kernel: int,
+    stride: int = 1,
+    padding: str = "VALID",
+    *,
+    dtype: jnp.dtype,
+    rngs: nnx.Rngs,
+) -> nnx.Conv:
+    """A square convolution with float32 parameters, orthogonal init, computing in dtype."""
+    return nnx.Conv(
+        in_channels,
+        channels,
+        (kernel, kernel),
+        strides=stride,
+        padding=padding,
+        kernel_init=nnx.initializers.orthogonal(2**0.5),
+        dtype=dtype,
+        rngs=rngs,
+    )
+
+
+class Conv(nnx.Module):
+    """Convolutions without padding, each with an activation, then one dense layer."""
+
+    def __init__(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        activation: Callable[[jax.Array], jax.Array],
+        *,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+    ):
+        height, width, channels = image_shape(name, shape)
+        layers, self.out_size = LAYERS[name]
+        self.activation = activation
+        convs = []
+        for out, kernel, stride in layers:
+            if min(height, width) < kernel:
+                raise ConfigError(
+                    f"network.torso={name!r} has a {kernel} x {kernel} kernel, too large for "
+                    f"observations of shape {tuple(shape)}"
+                )
+            convs.append(conv(channels, out, kernel, stride, dtype=dtype, rngs=rngs))
+            height, width = ((n - kernel) // stride + 1 for n in (height, width))
+            channels = out
+        self.convs = nnx.List(convs)
+        size = height * width * channels
+        self.dense = linear(size, self.out_size, 2**0.5, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.convs:
+            x = self.activation(layer(x))
+        return self.activation(self.dense(x.reshape(x.shape[0], -1)))

@@ -22,7 +22,7 @@ from jax import Array
 
 from podracer import config as config_lib
 from podracer import mesh as mesh_lib
-from podracer import rollout
+from podracer import prng, rollout
 from podracer.anakin.train import compile_program, prepare
 from podracer.config import Config, Sizes
 from podracer.types import Environment
@@ -41,7 +41,7 @@ def read_config(args: argparse.Namespace) -> Config:
     for key in ("env", "num_envs", "unroll_length", "cpu_devices", "agent"):
         if getattr(args, key) is not None:
             config[key] = getattr(args, key)
-    config.updates_per_call = 1
+    config.updates_per_call = args.updates_per_call
     return config_lib.parse(config)
 
 
@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("--num_envs", type=int)
     parser.add_argument("--unroll_length", type=int)
     parser.add_argument("--cpu_devices", type=int)
+    parser.add_argument("--updates_per_call", type=int, default=16)
     parser.add_argument("--calls", type=int, default=7, help="timed calls, of about a second each")
     args = parser.parse_args()
     if args.calls < 5:
@@ -104,7 +105,7 @@ def main() -> None:
     state = compiled.state
     mesh = mesh_lib.make_mesh()
     ceiling = random_steps(program.env, mesh, sizes)
-    key = jax.random.key(config.seed, impl=config.prng)
+    key = prng.key(config.seed)
 
     def learn(updates: int) -> Any:
         nonlocal state
@@ -116,6 +117,10 @@ def main() -> None:
     def act(updates: int) -> Any:
         return ceiling(key, jnp.int32(updates))
 
+    per_call = {
+        "learn": sizes.updates_per_call * sizes.steps_per_update,
+        "act": sizes.steps_per_update,
+    }
     rates: dict[str, list[float]] = {"learn": [], "act": []}
     counts = {}
     for name, function in (("learn", learn), ("act", act)):
@@ -125,7 +130,7 @@ def main() -> None:
     for _ in range(args.calls):
         for name, function in (("learn", learn), ("act", act)):
             taken = seconds(lambda f=function, n=counts[name]: f(n))
-            rates[name].append(counts[name] * sizes.steps_per_update / taken)
+            rates[name].append(counts[name] * per_call[name] / taken)
 
     median = {name: statistics.median(x) for name, x in rates.items()}
     memory = jax.local_devices()[0].memory_stats() or {}

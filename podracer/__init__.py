@@ -1,0 +1,17 @@
+"""podracer: reinforcement learning on TPU pods, GPUs and laptops.
+
+``podracer.anakin.train(config, workdir)`` trains from Python; ``podracer.config.default_config()``
+gives a configuration to start from.
+"""
+
+import importlib
+from types import ModuleType
+
+__all__ = ["anakin", "config"]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Loads ``podracer.anakin`` and ``podracer.config`` when first used: JAX takes a second."""
+    if name in __all__:
+        return importlib.import_module(f"podracer.{name}")
+    raise AttributeError(f"module 'podracer' has no attribute {name!r}")

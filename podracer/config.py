@@ -19,8 +19,6 @@ from podracer.errors import ConfigError, unknown
 from podracer.learner import LearnerConfig
 from podracer.nets.actor_critic import NetworkConfig
 
-PRNGS = ("philox4x32", "threefry2x32")
-
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationConfig:
@@ -73,7 +71,6 @@ class Config:
       optimizer, learning_rate, anneal, epsilon, max_grad_norm, num_epochs, num_minibatches: see
         ``learner.LearnerConfig``.
       cpu_devices: devices to split a CPU into; 0 chooses (see ``auto_cpu_devices``).
-      prng: JAX's random number generator. "philox4x32" costs a tenth of "threefry2x32" on a CPU.
       network: see ``nets.actor_critic.NetworkConfig``.
       ppo: see ``agents.ppo.PPOConfig``.
       vtrace: see ``agents.vtrace.VTraceConfig``.
@@ -103,16 +100,14 @@ class Config:
     num_epochs: int = 4
     num_minibatches: int = 4
     cpu_devices: int = 0
-    prng: str = "philox4x32"
     network: NetworkConfig = dataclasses.field(default_factory=NetworkConfig)
     ppo: PPOConfig = dataclasses.field(default_factory=PPOConfig)
     vtrace: VTraceConfig = dataclasses.field(default_factory=VTraceConfig)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
 
     def __post_init__(self):
-        for kind, name, known in (("agent", self.agent, AGENTS), ("prng", self.prng, PRNGS)):
-            if name not in known:
-                raise unknown(kind, name, known)
+        if self.agent not in AGENTS:
+            raise unknown("agent", self.agent, AGENTS)
         for key in ("total_steps", "num_envs", "unroll_length"):
             if getattr(self, key) <= 0:
                 raise ConfigError(f"{key} must be positive, got {getattr(self, key)}")

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from podracer import config as config_lib
-from podracer import envs, loop, metrics
+from podracer import envs, loop, metrics, prng
 from podracer import mesh as mesh_lib
 from podracer.anakin.program import Program, State, make_program
 from podracer.config import Config, Sizes
@@ -27,8 +27,7 @@ def compile_program(program: Program, config: Config) -> Compiled:
 
     States are donated: a step reuses the memory of the one it is given.
     """
-    key = jax.random.key(config.seed, impl=config.prng)
-    state = jax.jit(program.init)(key)
+    state = jax.jit(program.init)(prng.key(config.seed))
     step = jax.jit(program.step, donate_argnums=0).lower(state).compile()
     evaluate = jax.jit(program.evaluate).lower(state).compile()
     return Compiled(state, step, evaluate)
@@ -36,15 +35,15 @@ def compile_program(program: Program, config: Config) -> Compiled:
 
 def prepare(config: Config) -> tuple[Program, Sizes]:
     """Everything that can be wrong with a configuration is found here, before it compiles."""
-    env = envs.make(config.env, config.env_kwargs, config.env_params)
+    # Before the environment: making one may already use JAX, which fixes the number of devices.
     devices = mesh_lib.start(
         config.cpu_devices or config_lib.auto_cpu_devices(config), wanted=config.cpu_devices > 0
     )
+    env = envs.make(config.env, config.env_kwargs, config.env_params)
     sizes = config_lib.sizes(config, len(devices))
     program = make_program(config, env, sizes, mesh_lib.make_mesh(devices))
     # Traced without compiling: shapes that don't fit each other are found by this.
-    key = jax.eval_shape(lambda: jax.random.key(0, impl=config.prng))
-    jax.eval_shape(program.step, jax.eval_shape(program.init, key))
+    jax.eval_shape(program.step, jax.eval_shape(program.init, prng.key(config.seed)))
     return program, sizes
 
 
@@ -67,8 +66,9 @@ def train(
     """
     config = config_lib.parse(config)
     clock = metrics.Clock()
-    writer = metrics.Writer(workdir, quiet=quiet)
     program, sizes = prepare(config)
+    # Only now: a run that can't start must not move an earlier one aside.
+    writer = metrics.Writer(workdir, quiet=quiet)
     writer.begin(config, sizes)
     with clock.measure("compile"):
         compiled = compile_program(program, config)

@@ -1,0 +1,106 @@
+"""The command line, the same for every architecture: flags in, exit code out.
+
+Exit codes: 0 done; 2 an impossible setting, found before anything compiled; 3 a loss or gradient
+became NaN or infinite; 130 interrupted.
+"""
+
+import pathlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from absl import flags
+from ml_collections import config_flags
+
+from podracer.config import default_config
+from podracer.errors import ConfigError, DivergedError, unknown
+
+OK, BAD_CONFIG, DIVERGED, INTERRUPTED = 0, 2, 3, 130
+
+
+def _config_path(argv: Sequence[str]) -> pathlib.Path:
+    """The file that ``--config`` names, without the argument that may follow after a colon."""
+    for argument, following in zip(argv, [*argv[1:], ""], strict=True):
+        name, equals, value = argument.lstrip("-").partition("=")
+        if name == "config" and argument.startswith("-"):
+            path = pathlib.Path((value if equals else following).partition(":")[0])
+            if not path.is_file():
+                files = sorted(str(p) for p in path.parent.glob("*.py"))
+                there = f"; there are {', '.join(files)}" if files else ""
+                raise ConfigError(f"--config={path} is no file{there}")
+            return path
+    raise ConfigError("--config is missing; give a file, as --config=configs/cartpole.py")
+
+
+def _check_keys(argv: Sequence[str]) -> None:
+    """Names the nearest keys where ``--config.KEY`` is none; an environment's own are its affair."""
+    known = set(_leaves(default_config().to_dict()))
+    for argument in argv:
+        if argument.startswith(("--config.", "-config.", "--noconfig.")):
+            key = argument.partition("=")[0].partition(".")[2]
+            if key not in known and not key.startswith(("env_params.", "env_kwargs.")):
+                raise unknown("config key", key, known)
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+
+
+def _parse(argv: Sequence[str]) -> tuple[Any, str, bool]:
+    """Config, workdir and quiet of a command line."""
+    values = flags.FlagValues()
+    config = config_flags.DEFINE_config_file(
+        "config",
+        help_string="The run's configuration; --config.KEY=VALUE changes a value in it.",
+        lock_config=True,
+        flag_values=values,
+        sys_argv=list(argv),
+    )
+    workdir = flags.DEFINE_string(
+        "workdir", None, "Where to write; default: runs/NAME_OF_THE_CONFIG", flag_values=values
+    )
+    quiet = flags.DEFINE_bool("quiet", False, "Print nothing but errors", flag_values=values)
+    if any(argument in ("-h", "--help", "-help") for argument in argv):
+        print(f"usage: python -m podracer.ARCHITECTURE --config=FILE\n{values.get_help()}")
+        raise SystemExit(OK)
+    path = _config_path(argv)
+    _check_keys(argv)
+    try:
+        rest = values(list(argv))
+    except AttributeError as error:
+        if "get_config" in str(error):
+            raise ConfigError(f"--config={path} defines no function get_config()") from error
+        raise ConfigError(str(error).strip('"')) from error
+    except (flags.Error, KeyError, TypeError) as error:
+        raise ConfigError(str(error).strip('"')) from error
+    if len(rest) > 1:
+        raise ConfigError(f"unexpected arguments: {' '.join(rest[1:])}")
+    return config.value, workdir.value or f"runs/{path.stem}", bool(quiet.value)
+
+
+def main(train: Callable[..., Any], argv: Sequence[str] | None = None) -> int:
+    """Trains as a command line says.
+
+    Args:
+      train: an architecture's ``train(config, workdir, quiet=...)``.
+      argv: with the program's name first; None takes ``sys.argv``.
+
+    Returns:
+      The exit code.
+    """
+    try:
+        config, workdir, quiet = _parse(sys.argv if argv is None else argv)
+        train(config, workdir, quiet=quiet)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_CONFIG
+    except DivergedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return DIVERGED
+    except KeyboardInterrupt:
+        print("interrupted; what was written stays", file=sys.stderr)
+        return INTERRUPTED
+    return OK

@@ -1,0 +1,111 @@
+"""Slow references in numpy, one episode at a time and close to the papers' formulas."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from podracer.types import TimeStep
+
+
+class Stream(NamedTuple):
+    """A random stream of experience, and the episodes it is made of.
+
+    Attributes:
+      timestep: ``[T+1, B]``.
+      episodes: (environment, index of each transition, its reward, its discount, the index of the
+        observation it leads to) of each episode or piece of one. An index leads to None where the
+        stream does not show the successor (a truncation with a same-step autoreset).
+    """
+
+    timestep: TimeStep
+    episodes: list[tuple[int, list[int], list[float], list[float], list[int | None]]]
+
+
+def random_stream(
+    rng: np.random.Generator, length: int, batch: int, *, next_step: bool, truncate: float
+) -> Stream:
+    """Episodes of 1 to 6 steps end to end, a share ``truncate`` of them truncated."""
+    reward = np.zeros((length + 1, batch), np.float32)
+    discount = np.ones((length + 1, batch), np.float32)
+    first = np.zeros((length + 1, batch), bool)
+    episodes = []
+    for b in range(batch):
+        t = 0
+        first[0, b] = rng.random() < 0.5
+        while t < length:
+            steps = int(rng.integers(1, 7))
+            truncated = rng.random() < truncate
+            index, rewards, discounts, leads = [], [], [], []
+            for k in range(steps):
+                if t >= length:
+                    break
+                last = k == steps - 1
+                reward[t + 1, b] = rng.normal()
+                discount[t + 1, b] = 0.0 if last and not truncated else 1.0
+                if last and not next_step:
+                    first[t + 1, b] = True
+                index.append(t)
+                rewards.append(float(reward[t + 1, b]))
+                discounts.append(float(discount[t + 1, b]))
+                hidden = last and truncated and not next_step
+                leads.append(None if hidden else t + 1)
+                t += 1
+            else:
+                if next_step and t < length:
+                    # The step that resets: no reward, no action, no transition to learn from.
+                    first[t + 1, b] = True
+                    t += 1
+            episodes.append((b, index, rewards, discounts, leads))
+    observation = np.zeros((length + 1, batch, 1), np.float32)
+    return Stream(TimeStep(observation, reward, discount, first), episodes)
+
+
+def gae(stream: Stream, values: np.ndarray, discount: float, lambda_: float):
+    """Advantages by the sum over l of (gamma lambda)^l delta_{t+l}, within each episode."""
+    length, batch = values.shape[0] - 1, values.shape[1]
+    advantage = np.zeros((length, batch))
+    valid = np.zeros((length, batch))
+    for b, index, rewards, discounts, leads in stream.episodes:
+        if leads and leads[-1] is None:
+            # Its successor is not to be seen: what is before it bootstraps from its own value.
+            index, rewards, discounts, leads = (x[:-1] for x in (index, rewards, discounts, leads))
+        deltas = [
+            r + discount * d * values[n, b] - values[t, b]
+            for t, r, d, n in zip(index, rewards, discounts, leads, strict=True)
+        ]
+        for i, t in enumerate(index):
+            advantage[t, b] = sum((discount * lambda_) ** (j - i) * deltas[j] for j in range(i, len(index)))
+            valid[t, b] = 1
+    return advantage, valid
+
+
+def vtrace(
+    stream: Stream,
+    values: np.ndarray,
+    rho: np.ndarray,
+    discount: float,
+    lambda_: float,
+    clip_rho: float,
+    clip_pg_rho: float,
+):
+    """Targets v_s by the sum of equation 1, and rho (r + gamma v_{s+1} - V(x_s))."""
+    length, batch = values.shape[0] - 1, values.shape[1]
+    target = values[:-1].astype(np.float64).copy()
+    advantage = np.zeros((length, batch))
+    for b, index, rewards, discounts, leads in stream.episodes:
+        if leads and leads[-1] is None:
+            index, rewards, discounts, leads = (x[:-1] for x in (index, rewards, discounts, leads))
+        deltas = [
+            min(clip_rho, rho[t, b]) * (r + discount * d * values[n, b] - values[t, b])
+            for t, r, d, n in zip(index, rewards, discounts, leads, strict=True)
+        ]
+        traces = [lambda_ * min(1.0, rho[t, b]) for t in index]
+        for i, t in enumerate(index):
+            for j in range(i, len(index)):
+                weight = np.prod([discount * discounts[k] * traces[k] for k in range(i, j)])
+                target[t, b] += weight * deltas[j]
+        for i, (t, r, d) in enumerate(zip(index, rewards, discounts, strict=True)):
+            following = target[index[i + 1], b] if i + 1 < len(index) else values[leads[i], b]
+            ratio = min(clip_pg_rho, rho[t, b])
+            advantage[t, b] = ratio * (r + discount * d * following - values[t, b])
+    return advantage, target

@@ -5,6 +5,7 @@ prepare -> epochs x minibatches of (gradient -> mean over devices -> optax) -> t
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -99,6 +100,58 @@ def shuffle(key: Array, items: int, minibatches: int, device_index: Array | int)
     return (jnp.arange(runs)[:, None] * minibatches + order).T
 
 
+# Train state, and whether a loss has asked to skip the rest of this update.
+Progress = tuple[TrainState, Array]
+GradientStep = Callable[[Progress, ArrayTree, Array], tuple[Progress, Metrics]]
+
+
+def _make_gradient_step(
+    agent: Agent, optimizer: optax.GradientTransformation, all_mean: Mean
+) -> GradientStep:
+    """``(progress, batch, key) -> (progress, metrics)``, one step of the optimizer."""
+
+    def gradient_step(progress: Progress, batch: ArrayTree, key: Array) -> tuple[Progress, Metrics]:
+        train_state, stopped = progress
+        params = train_state.weights.params
+        grads, aux = jax.grad(agent.loss, has_aux=True)(params, train_state, batch, key)
+        grads, metrics, stop = all_mean((grads, aux.metrics, aux.stop))
+        metrics = {**metrics, "grad_norm": optax.tree.norm(grads)}
+        updates, opt_state = optimizer.update(grads, train_state.opt_state, params)
+        new = (optax.apply_updates(params, updates), opt_state)
+        if not isinstance(stop, tuple):
+            stopped = stopped | (stop > 0)
+            old = (params, train_state.opt_state)
+            new = jax.tree.map(lambda o, n: jnp.where(stopped, o, n), old, new)
+            metrics["stopped"] = stopped.astype(jnp.float32)
+        weights = train_state.weights.replace(params=new[0])
+        return (train_state.replace(weights=weights, opt_state=new[1]), stopped), metrics
+
+    return gradient_step
+
+
+def _epoch(
+    gradient_step: GradientStep,
+    batch: ArrayTree,
+    minibatches: int,
+    device_index: Array | int,
+    progress: Progress,
+    key: Array,
+) -> tuple[Progress, Metrics]:
+    """One pass over a batch; metrics are ``[minibatches]``."""
+    shuffle_key, loss_key = jax.random.split(key)
+    if minibatches == 1:
+        progress, metrics = gradient_step(progress, batch, loss_key)
+        return progress, jax.tree.map(lambda x: x[None], metrics)
+    items = jax.tree.leaves(batch)[0].shape[0]
+    order = shuffle(shuffle_key, items, minibatches, device_index)
+
+    def minibatch(progress: Progress, x: tuple[Array, Array]) -> tuple[Progress, Metrics]:
+        indices, key = x
+        return gradient_step(progress, jax.tree.map(lambda x: x[indices], batch), key)
+
+    return jax.lax.scan(minibatch, progress, (order, jax.random.split(loss_key, minibatches)))
+
+
 def make_update(
     agent: Agent,
     optimizer: optax.GradientTransformation,
@@ -125,23 +178,7 @@ def make_update(
       steps. ``key`` is the same on all devices.
     """
 
-    def gradient_step(
-        carry: tuple[TrainState, Array], batch: ArrayTree, key: Array
-    ) -> tuple[tuple[TrainState, Array], Metrics]:
-        train_state, stopped = carry
-        params = train_state.weights.params
-        grads, aux = jax.grad(agent.loss, has_aux=True)(params, train_state, batch, key)
-        grads, metrics, stop = all_mean((grads, aux.metrics, aux.stop))
-        updates, opt_state = optimizer.update(grads, train_state.opt_state, params)
-        new = (optax.apply_updates(params, updates), opt_state)
-        if not isinstance(stop, tuple):
-            stopped = stopped | (stop > 0)
-            old = (params, train_state.opt_state)
-            new = jax.tree.map(lambda o, n: jnp.where(stopped, o, n), old, new)
-            metrics = {**metrics, "stopped": jnp.float32(stopped)}
-        metrics = {**metrics, "grad_norm": optax.global_norm(grads)}
-        weights = train_state.weights.replace(params=new[0])
-        return (train_state.replace(weights=weights, opt_state=new[1]), stopped), metrics
+    gradient_step = _make_gradient_step(agent, optimizer, all_mean)
 
     def update(
         train_state: TrainState, trajectory: Trajectory, key: Array
@@ -155,19 +192,7 @@ def make_update(
                 "V-trace)"
             )
 
-        def epoch(carry: tuple[TrainState, Array], key: Array):
-            shuffle_key, loss_key = jax.random.split(key)
-            if minibatches == 1:
-                carry, metrics = gradient_step(carry, batch, loss_key)
-                return carry, jax.tree.map(lambda x: x[None], metrics)
-            order = shuffle(shuffle_key, items, minibatches, device_index())
-
-            def minibatch(carry: tuple[TrainState, Array], x: tuple[Array, Array]):
-                indices, key = x
-                return gradient_step(carry, jax.tree.map(lambda x: x[indices], batch), key)
-
-            return jax.lax.scan(minibatch, carry, (order, jax.random.split(loss_key, minibatches)))
-
+        epoch = partial(_epoch, gradient_step, batch, minibatches, device_index())
         keys = jax.random.split(key, config.num_epochs)
         (train_state, _), metrics = jax.lax.scan(epoch, (train_state, jnp.bool_(False)), keys)
         step = train_state.step + 1

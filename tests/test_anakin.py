@@ -1,0 +1,156 @@
+"""Anakin's compiled step: what a number of devices, a seed or a second run must not change."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from podracer import envs, prng, rollout
+from podracer.nets import actor_critic
+from tests.helpers import make_config, make_run
+
+AGENTS = pytest.mark.parametrize("agent", ["ppo", "vtrace"])
+CORES = pytest.mark.parametrize("core", ["none", "gru"])
+
+
+def flat(state) -> np.ndarray:
+    leaves = jax.tree.leaves(jax.device_get(state.train.weights))
+    return np.concatenate([np.ravel(x) for x in leaves])
+
+
+def after(config, num_devices, calls=1):
+    _, _, state, step = make_run(config, num_devices)
+    metrics = None
+    for _ in range(calls):
+        state, metrics = step(state)
+    return state, jax.device_get(metrics)
+
+
+@AGENTS
+@CORES
+def test_devices_do_not_change_the_update(agent, core):
+    """1 device with N environments = 2, 4, 8 devices with N in all, up to float rounding."""
+    config = make_config(
+        agent=agent,
+        network__core=core,
+        num_envs=32,
+        num_minibatches=4,
+        num_epochs=2,
+        updates_per_call=2,
+        normalize_observations=True,
+        normalize_rewards=True,
+        ppo__target_kl=0.5,
+        ppo__advantage_normalization="minibatch" if core == "gru" else "batch",
+    )
+    one, one_metrics = after(config, 1)
+    before = flat(make_run(config, 1)[2])
+    assert np.abs(flat(one) - before).max() > 1e-3
+    for devices in (2, 4, 8):
+        many, metrics = after(config, devices)
+        np.testing.assert_allclose(flat(many), flat(one), atol=2e-5)
+        for name, value in one_metrics.losses.items():
+            np.testing.assert_allclose(metrics.losses[name], value, rtol=1e-3, atol=1e-4)
+        count = metrics.episodes.count * devices
+        np.testing.assert_allclose(count, one_metrics.episodes.count)
+        for a, b in zip(
+            jax.tree.leaves(jax.device_get(many.rollout.timestep)),
+            jax.tree.leaves(jax.device_get(one.rollout.timestep)),
+            strict=True,
+        ):
+            np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+@AGENTS
+def test_a_seed_gives_the_same_bits_and_another_seed_other_weights(agent):
+    config = make_config(agent=agent, num_envs=16, updates_per_call=3)
+    first, _ = after(config, 4)
+    second, _ = after(config, 4)
+    np.testing.assert_array_equal(flat(first), flat(second))
+    other, _ = after(make_config(agent=agent, num_envs=16, updates_per_call=3, seed=1), 4)
+    assert (flat(first) != flat(other)).mean() > 0.5
+
+
+def test_many_updates_in_one_call_are_as_many_calls_of_one():
+    # Not annealed: the length of a run is rounded up to whole calls.
+    at_once, _ = after(make_config(updates_per_call=4, anneal=False), 2)
+    singly, _ = after(make_config(updates_per_call=1, anneal=False), 2, calls=4)
+    np.testing.assert_allclose(flat(at_once), flat(singly), atol=1e-6)
+
+
+def test_no_two_environments_share_a_key():
+    """Over all environments, steps and updates, and against what evaluation draws."""
+    key = prng.key(0)
+    ids = jax.numpy.arange(4096)
+    seen = [rollout.env_keys(jax.random.fold_in(key, update), ids, 16) for update in range(3)]
+    data = np.concatenate([np.asarray(jax.random.key_data(k)).reshape(-1, 2) for k in seen])
+    assert len(np.unique(data, axis=0)) == len(data)
+
+
+def test_environments_are_numbered_over_all_devices_and_begin_differently():
+    for devices in (1, 8):
+        _, _, state, _ = make_run(make_config(num_envs=16), devices)
+        np.testing.assert_array_equal(state.rollout.env_id, np.arange(16))
+        observation = np.asarray(state.rollout.timestep.observation)
+        assert len(np.unique(observation, axis=0)) == 16
+
+
+def test_stagger_spreads_the_ages_of_first_episodes():
+    _, _, state, _ = make_run(make_config(num_envs=64, stagger=8), 2)
+    ages = np.asarray(state.rollout.episode.length)
+    assert len(np.unique(ages)) == 9
+    _, _, state, _ = make_run(make_config(num_envs=64), 2)
+    assert (np.asarray(state.rollout.episode.length) == 0).all()
+
+
+@AGENTS
+def test_compiled_step_has_one_reduce_a_gradient_step_and_no_callback(agent):
+    config = make_config(agent=agent, num_envs=16)
+    program, _, state, _ = make_run(config, 4)
+    text = jax.jit(program.step, donate_argnums=0).lower(state).compile().as_text()
+    reduces = re.findall(r"= \S+ all-reduce(?:-start)?\(", text)
+    # The minibatch loop's body stands once in the program; then whole-batch advantage
+    # normalisation (PPO), and one for the episodes of all updates.
+    assert len(reduces) == (3 if agent == "ppo" else 2)
+    targets = re.findall(r'custom_call_target="([^"]*)"', text)
+    assert not [target for target in targets if "callback" in target]
+    assert not re.findall(r"= \S+ (?:infeed|outfeed|send|recv)\(", text)
+
+
+def test_step_is_traced_once_and_leaks_nothing():
+    program, _, state, _ = make_run(make_config(num_envs=16), 2)
+    traces = []
+
+    def count(state):
+        traces.append(1)
+        return program.step(state)
+
+    step = jax.jit(count, donate_argnums=0)
+    with jax.checking_leaks():
+        state, _ = step(state)
+    for _ in range(5):
+        with jax.transfer_guard("disallow"):
+            state, _ = step(state)
+    assert len(traces) == 1
+    assert step._cache_size() == 1  # type: ignore[attr-defined]
+
+
+def test_recurrent_unroll_reproduces_what_was_acted_on():
+    """The learner's unroll from the stored memory gives the log-probabilities of the actor's."""
+    config = make_config(env="dummy:counting", network__core="lstm")
+    program, sizes, state, step = make_run(config, 1)
+    state, _ = step(state)
+    env = envs.make(config.env, {}, {})
+    _, trajectory, _ = rollout.unroll(
+        env, program.agent, state.train.weights, state.rollout, state.key, sizes.unroll_length
+    )
+    network = actor_critic.make(env.spec, config.network)
+    _, policy, _ = network.apply(
+        state.train.weights.params,
+        trajectory.carry.memory,
+        trajectory.timestep.observation[:-1],
+        trajectory.timestep.first[:-1],
+    )
+    log_prob = network.distribution(policy).log_prob(trajectory.action)
+    np.testing.assert_allclose(log_prob, trajectory.extras["log_prob"], atol=1e-5)
+    assert np.abs(jax.tree.leaves(trajectory.carry.memory)[0]).max() > 0

@@ -1,0 +1,80 @@
+"""One battery for every agent: probes whose values are known, in every kind of space and memory."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from podracer import envs
+from podracer.agents import AGENTS
+from podracer.nets import actor_critic
+from tests.helpers import make_config, make_run
+
+GAMMA = 0.9
+# What V should be where the observation is x, and the best return of an episode.
+VALUES = {
+    "one": lambda x: np.ones_like(x),
+    "sign": lambda x: x,
+    "delayed": lambda x: np.where(x == 1, GAMMA, 1.0),
+}
+VARIANTS = list(itertools.product(AGENTS, (False, True), ("none", "gru")))
+
+
+def train(probe: str, agent: str, continuous: bool, core: str, calls: int):
+    config = make_config(
+        env=f"dummy:{probe}",
+        env_kwargs={"continuous": continuous},
+        agent=agent,
+        network__core=core,
+        network__hidden=(32,),
+        discount=GAMMA,
+        num_envs=64,
+        unroll_length=8,
+        stagger=3,
+        num_minibatches=2,
+        updates_per_call=100,
+        learning_rate=3e-3,
+        anneal=False,
+        entropy_cost=0.001,
+        evaluation__episodes=64,
+    )
+    program, _, state, step = make_run(config)
+    with jax.checking_leaks():
+        state, _ = step(state)
+    for _ in range(calls - 1):
+        state, _ = step(state)
+    assert step._cache_size() == 1  # type: ignore[attr-defined]
+    return config, program, state
+
+
+@pytest.mark.parametrize(("agent", "continuous", "core"), VARIANTS)
+@pytest.mark.parametrize("probe", VALUES)
+def test_values_are_learned(probe, agent, continuous, core):
+    config, _, state = train(probe, agent, continuous, core, calls=2)
+    network = actor_critic.make(envs.make(config.env, config.env_kwargs, {}).spec, config.network)
+    now = jax.tree.map(lambda x: x[None], state.rollout.timestep)
+    _, _, value = network.apply(
+        state.train.weights.params, state.rollout.carry.memory, now.observation, now.first
+    )
+    expected = VALUES[probe](np.asarray(now.observation[0, :, 0]))
+    np.testing.assert_allclose(value[0], expected, atol=0.1)
+    if probe != "one":
+        assert len(np.unique(expected)) == 2
+
+
+@pytest.mark.parametrize(("agent", "continuous", "core"), VARIANTS)
+def test_actions_are_learned(agent, continuous, core):
+    _, program, state = train("choice", agent, continuous, core, calls=2)
+    assert float(jax.jit(program.evaluate)(state).ret.mean()) > 0.95
+
+
+@pytest.mark.parametrize(("agent", "continuous", "core"), VARIANTS)
+def test_memory_is_used_where_there_is_one(agent, continuous, core):
+    _, program, state = train("memory", agent, continuous, core, calls=3)
+    score = float(jax.jit(program.evaluate)(state).ret.mean())
+    without = 0.75 if continuous else 0.0
+    if core == "none":
+        assert score < without + 0.3
+    else:
+        assert score > 0.9

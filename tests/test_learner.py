@@ -1,0 +1,154 @@
+"""The learner by itself: shuffling, the order of its steps, target networks, stopping."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from podracer import learner, prng
+from podracer.errors import ConfigError
+from podracer.learner import LearnerConfig
+from podracer.types import Agent, LossAux, TrainState, Weights
+
+
+def config(**changes) -> LearnerConfig:
+    base = {
+        "optimizer": "adam",
+        "learning_rate": 0.1,
+        "anneal": False,
+        "epsilon": 1e-5,
+        "max_grad_norm": 0.0,
+        "num_epochs": 2,
+        "num_minibatches": 4,
+    }
+    return LearnerConfig(**{**base, **changes})
+
+
+def quadratic(stop_above: float | None = None) -> Agent:
+    """An "agent" whose batch is the trajectory and whose loss is (w - x)^2."""
+
+    def loss(params, train_state, batch, key):
+        value = ((params["w"] - batch) ** 2).mean()
+        metrics = {"total": value, "first": batch[0], "draw": jax.random.uniform(key)}
+        stop = () if stop_above is None else params["w"] - stop_above
+        return value, LossAux(metrics, stop=stop)
+
+    def prepare(train_state, trajectory):
+        return trajectory, {"seen": train_state.weights.stats["seen"] + 1}
+
+    return Agent(init=None, carry=None, act=None, prepare=prepare, loss=loss)  # type: ignore[arg-type]
+
+
+def run(cfg, data, *, stop_above=None, **kwargs):
+    optimizer = optax.sgd(cfg.learning_rate)
+    update = learner.make_update(
+        quadratic(stop_above),
+        optimizer,
+        cfg,
+        all_mean=lambda x: x,
+        device_index=lambda: 0,
+        **kwargs,
+    )
+    params = {"w": jnp.float32(0)}
+    stats = {"seen": jnp.int32(0)}
+    state = TrainState(Weights(params, stats), params, optimizer.init(params), jnp.int32(0))
+    return jax.jit(update)(state, data, prng.key(3))
+
+
+def test_shuffle_gives_every_item_to_one_minibatch_and_spreads_neighbours():
+    order = np.asarray(learner.shuffle(prng.key(0), 24, 4, 0))
+    assert order.shape == (4, 6)
+    assert sorted(order.ravel()) == list(range(24))
+    assert sorted(order[:, 2]) == [8, 9, 10, 11]
+    other = np.asarray(learner.shuffle(prng.key(1), 24, 4, 0))
+    assert (order != other).any()
+
+
+def test_shuffle_draws_every_place_equally_often():
+    orders = jax.vmap(lambda key: learner.shuffle(key, 8, 4, 0))(
+        jax.random.split(prng.key(0), 4000)
+    )
+    share = np.stack([(np.asarray(orders)[:, :, 1] == 4 + i).mean(0) for i in range(4)])
+    np.testing.assert_allclose(share, 0.25, atol=0.03)
+
+
+def test_shuffle_is_the_same_however_items_are_spread_over_devices():
+    whole = np.asarray(learner.shuffle(prng.key(0), 32, 4, 0))
+    for devices in (2, 4, 8):
+        items = 32 // devices
+        parts = [learner.shuffle(prng.key(0), items, 4, d) + d * items for d in range(devices)]
+        np.testing.assert_array_equal(np.sort(np.concatenate(parts, 1)), np.sort(whole))
+
+
+def test_update_takes_every_gradient_step_in_order():
+    """Against the same steps written out."""
+    cfg, data = config(), jnp.arange(8.0)
+    state, metrics = run(cfg, data)
+    w, losses = 0.0, []
+    for key in jax.random.split(prng.key(3), 2):
+        shuffle_key, _ = jax.random.split(key)
+        for indices in np.asarray(learner.shuffle(shuffle_key, 8, 4, 0)):
+            batch = np.asarray(data)[indices]
+            losses.append(((w - batch) ** 2).mean())
+            w -= cfg.learning_rate * 2 * (w - batch).mean()
+    assert float(state.weights.params["w"]) == pytest.approx(w, rel=1e-5)
+    assert float(metrics["total"]) == pytest.approx(np.mean(losses), rel=1e-5)
+    assert int(state.step) == 1
+    assert int(state.weights.stats["seen"]) == 1
+    assert float(state.target["w"]) == 0
+
+
+def test_target_follows_as_told():
+    def half_way(params, target, step):
+        return optax.incremental_update(params, target, 0.5 * step)
+
+    state, _ = run(config(), jnp.arange(8.0), update_target=half_way)
+    assert float(state.target["w"]) == pytest.approx(float(state.weights.params["w"]) / 2)
+
+
+def test_stop_skips_the_rest_of_the_update():
+    free, _ = run(config(), jnp.ones(8))
+    stopped, metrics = run(config(), jnp.ones(8), stop_above=0.5)
+    # w: 0, 0.2, 0.36, 0.488, 0.59; the step that finds it above is not taken.
+    assert float(stopped.weights.params["w"]) == pytest.approx(1 - 0.8**4)
+    assert float(free.weights.params["w"]) == pytest.approx(1 - 0.8**8)
+    assert float(metrics["stopped"]) == pytest.approx(4 / 8)
+
+
+def test_learning_rate_anneals_to_zero_over_the_run():
+    cfg = config(anneal=True, num_epochs=1, num_minibatches=1)
+    optimizer = learner.make_optimizer(cfg, num_updates=4)
+    params = {"w": jnp.zeros(3)}
+    state, sizes = optimizer.init(params), []
+    for _ in range(5):
+        updates, state = optimizer.update({"w": jnp.ones(3)}, state, params)
+        sizes.append(float(-updates["w"][0]))
+    np.testing.assert_allclose(sizes, [0.1, 0.075, 0.05, 0.025, 0.0], rtol=1e-3, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", learner.OPTIMIZERS)
+def test_optimizers_clip_by_the_global_norm(name):
+    cfg = config(optimizer=name, max_grad_norm=0.5, epsilon=1e-3)
+    optimizer = learner.make_optimizer(cfg, 1)
+    params = {"a": jnp.zeros(2), "b": jnp.zeros(3)}
+    big = jax.tree.map(lambda x: x + 100.0, params)
+    small = jax.tree.map(lambda x: x * 0.5 / np.sqrt(5 * 100.0**2), big)
+    for ours, theirs in zip(
+        *(jax.tree.leaves(optimizer.update(g, optimizer.init(params), params)[0]) for g in (big, small)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4)
+
+
+def test_items_that_do_not_divide_into_minibatches():
+    with pytest.raises(ConfigError, match="num_minibatches=4 does not divide the 6 items"):
+        run(config(), jnp.arange(6.0))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_epochs": 0}, {"learning_rate": -1.0}, {"optimizer": "adm"}]
+)
+def test_impossible_settings(changes):
+    with pytest.raises(ConfigError):
+        config(**changes)

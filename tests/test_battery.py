@@ -34,6 +34,7 @@ def train(probe: str, agent: str, continuous: bool, core: str, calls: int):
         stagger=3,
         num_minibatches=2,
         updates_per_call=100,
+        num_epochs=2,
         learning_rate=3e-3,
         anneal=False,
         entropy_cost=0.001,

@@ -29,8 +29,8 @@ def init(shape: tuple[int, ...]) -> Moments:
 def update(moments: Moments, batch: Array, all_mean: Mean) -> Moments:
     """Merges one batch a device.
 
-    The parallel update of Chan, Golub and LeVeque (1979): deviations are taken from the old mean,
-    so that nothing cancels where the mean is large against the deviation.
+    The pairwise update of Chan, Golub and LeVeque (1979). The batch's own mean is taken first and
+    its deviations from that, so that nothing cancels where the mean is large against the deviation.
 
     Args:
       moments: so far.
@@ -38,10 +38,10 @@ def update(moments: Moments, batch: Array, all_mean: Mean) -> Moments:
       all_mean: the mean of a tree over devices.
     """
     axes = tuple(range(batch.ndim - moments.mean.ndim))
-    deviation = batch.astype(jnp.float32) - moments.mean
-    shift, square = all_mean((deviation.mean(axes), (deviation**2).mean(axes)))
-    variance = square - shift**2
-    weight = 1 / (moments.count + 1)
+    batch = batch.astype(jnp.float32)
+    mean = all_mean(batch.mean(axes))
+    variance = all_mean(((batch - mean) ** 2).mean(axes))
+    weight, shift = 1 / (moments.count + 1), mean - moments.mean
     return Moments(
         moments.count + 1,
         moments.mean + weight * shift,

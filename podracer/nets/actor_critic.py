@@ -14,7 +14,7 @@ from flax import nnx
 
 from podracer.errors import ConfigError, unknown
 from podracer.nets import conv, heads, mlp, recurrent, resnet
-from podracer.types import Array, ArrayTree, Carry, Params, Spec
+from podracer.types import Array, ArrayTree, Carry, Discrete, Params, Spec
 
 TORSOS = ("mlp", *conv.LAYERS, "resnet")
 CORES = ("none", *recurrent.CELLS)
@@ -32,6 +32,8 @@ class NetworkConfig:
       core: memory after the torso: "none", "gru" or "lstm".
       core_size: units of the core.
       shared: policy and value share torso and core, else each has its own.
+      initial_log_std: of a Gaussian policy over a box, in units in which the box is [-1, 1]; with
+        discrete actions it has to stay 0.
       dtype: what layers compute in; parameters, memory and outputs stay float32.
     """
 
@@ -41,6 +43,7 @@ class NetworkConfig:
     core: str = "none"
     core_size: int = 128
     shared: bool = False
+    initial_log_std: float = 0.0
     dtype: str = "float32"
 
     def __post_init__(self):
@@ -115,7 +118,9 @@ class ActorCritic(nnx.Module):
         self.actor = Branch(spec, config, rngs=rngs)
         self.critic = None if config.shared else Branch(spec, config, rngs=rngs)
         size, dtype = self.actor.out_size, DTYPES[config.dtype]
-        self.policy = heads.policy_head(size, spec.action, dtype=dtype, rngs=rngs)
+        self.policy = heads.policy_head(
+            size, spec.action, config.initial_log_std, dtype=dtype, rngs=rngs
+        )
         self.value = heads.ValueHead(size, dtype=dtype, rngs=rngs)
 
     def __call__(
@@ -137,8 +142,14 @@ def make(spec: Spec, config: NetworkConfig) -> Network:
       config: which network.
 
     Raises:
-      ConfigError: an observation that the torso can't take.
+      ConfigError: an observation that the torso can't take, or a setting of continuous actions
+        where they are discrete.
     """
+    if isinstance(spec.action, Discrete) and config.initial_log_std != 0:
+        raise ConfigError(
+            f"network.initial_log_std={config.initial_log_std} is for continuous actions, but this "
+            f"environment has {spec.action.num_actions} discrete ones; leave it at 0"
+        )
     abstract = nnx.eval_shape(lambda: ActorCritic(spec, config, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(abstract)
     branches = 1 if config.shared else 2

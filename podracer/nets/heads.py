@@ -37,10 +37,18 @@ class GaussianHead(nnx.Module):
     (https://arxiv.org/abs/1707.06347, section 6.1).
     """
 
-    def __init__(self, in_size: int, action: Box, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        in_size: int,
+        action: Box,
+        initial_log_std: float,
+        *,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+    ):
         self.shape = action.shape
         self.mean = linear(in_size, prod(action.shape), 0.01, dtype=dtype, rngs=rngs)
-        self.log_std = nnx.Param(jnp.zeros(action.shape))
+        self.log_std = nnx.Param(jnp.full(action.shape, initial_log_std))
 
     def __call__(self, x: Array) -> tuple[Array, Array]:
         mean = self.mean(x).astype(jnp.float32).reshape(*x.shape[:-1], *self.shape)
@@ -48,12 +56,17 @@ class GaussianHead(nnx.Module):
 
 
 def policy_head(
-    in_size: int, action: Discrete | Box, *, dtype: jnp.dtype, rngs: nnx.Rngs
+    in_size: int,
+    action: Discrete | Box,
+    initial_log_std: float,
+    *,
+    dtype: jnp.dtype,
+    rngs: nnx.Rngs,
 ) -> CategoricalHead | GaussianHead:
     """The head that fits an action space."""
     if isinstance(action, Discrete):
         return CategoricalHead(in_size, action, dtype=dtype, rngs=rngs)
-    return GaussianHead(in_size, action, dtype=dtype, rngs=rngs)
+    return GaussianHead(in_size, action, initial_log_std, dtype=dtype, rngs=rngs)
 
 
 def distribution(action: Discrete | Box) -> Distribution:

@@ -11,6 +11,7 @@ from podracer import prng
 from podracer.errors import ConfigError
 from podracer.nets import actor_critic
 from podracer.nets.actor_critic import NetworkConfig
+from podracer.nets.convolve import convolve
 from podracer.types import Box, Discrete, Spec
 
 BOX = Box((2,), -np.ones(2), np.ones(2))
@@ -125,3 +126,28 @@ def test_convolutions_refuse_what_is_no_image_or_too_small():
             continue  # It pads, so it takes images of any size.
         with pytest.raises(ConfigError, match="needs observations|too large for"):
             make(shape, torso=torso)
+
+
+@pytest.mark.parametrize("padding", ["SAME", "VALID", ((2, 1), (0, 3))])
+@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (3, 2), (8, 4), (4, 3)])
+def test_convolutions_have_the_gradients_of_jax(padding, kernel, stride):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(2, 13, 11, 3)), jnp.float32)
+    w = jnp.asarray(rng.normal(size=(kernel, kernel, 3, 5)), jnp.float32)
+
+    def theirs(x, w):
+        return jax.lax.conv_general_dilated(
+            x, w, (stride, stride), padding, dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    ours, our_vjp = jax.vjp(lambda x, w: convolve(x, w, (stride, stride), padding), x, w)
+    expected, their_vjp = jax.vjp(theirs, x, w)
+    np.testing.assert_allclose(ours, expected, rtol=1e-5)
+    dy = jnp.asarray(rng.normal(size=ours.shape), jnp.float32)
+    for a, b in zip(our_vjp(dy), their_vjp(dy), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_convolve_refuses_what_it_does_not_do():
+    with pytest.raises(ValueError, match="neither dilation nor feature groups"):
+        convolve(jnp.ones((1, 4, 4, 1)), jnp.ones((2, 2, 1, 1)), (1, 1), "SAME", rhs_dilation=(2, 2))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from podracer.errors import ConfigError
+from podracer.nets.convolve import convolve
 from podracer.nets.mlp import linear
 
 # (channels, kernel, stride) of each layer, and the size of the dense layer after them.
@@ -46,6 +47,7 @@ def conv(
         strides=stride,
         padding=padding,
         kernel_init=nnx.initializers.orthogonal(2**0.5),
+        conv_general_dilated=convolve,
         dtype=dtype,
         rngs=rngs,
     )

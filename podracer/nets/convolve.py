@@ -1,0 +1,106 @@
+"""A convolution whose gradients are fast inside loops, on CPUs too.
+
+XLA's CPU backend hands a convolution to its fast kernels only if its axes are in their standard
+order, and puts them so only outside of loops. The gradients of a convolution are convolutions with
+other orders of axes, and all of Anakin's learning is inside loops: there they ran 13 to 28 times
+slower than outside (benchmarks/README.md). Here the gradients are written out with the axes in
+standard order. On other platforms they are JAX's own.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+from jax import lax
+
+from podracer.types import Array
+
+Pairs = tuple[tuple[int, int], ...]
+AXES = ("NHWC", "HWIO", "NHWC")
+
+
+def _forward(x: Array, kernel: Array, strides: tuple[int, ...], padding: Pairs) -> Array:
+    return lax.conv_general_dilated(x, kernel, strides, padding, dimension_numbers=AXES)
+
+
+def _standard_gradients(
+    x: Array, kernel: Array, dy: Array, *, strides: tuple[int, ...], padding: Pairs
+) -> tuple[Array, Array]:
+    """Gradients of x and kernel as two convolutions of NHWC by HWIO."""
+    # Per spatial axis: kernel size, padding before, input size, and what dy spans once its
+    # elements stand ``stride`` apart.
+    spans = [(size - 1) * stride + 1 for size, stride in zip(dy.shape[1:3], strides, strict=True)]
+    sizes = list(
+        zip(kernel.shape[:2], (low for low, _ in padding), x.shape[1:3], spans, strict=True)
+    )
+    dx = lax.conv_general_dilated(
+        dy,
+        kernel[::-1, ::-1].swapaxes(2, 3),
+        (1, 1),
+        [(k - 1 - low, n + low - span) for k, low, n, span in sizes],
+        lhs_dilation=strides,
+        dimension_numbers=AXES,
+    )
+    # The batch is summed over: it takes the place of channels, and channels that of the batch.
+    dkernel = lax.conv_general_dilated(
+        x.transpose(3, 1, 2, 0),
+        dy.transpose(1, 2, 0, 3),
+        (1, 1),
+        [(low, k - 1 - n - low + span) for k, low, n, span in sizes],
+        rhs_dilation=strides,
+        dimension_numbers=AXES,
+    )
+    return dx, dkernel.transpose(1, 2, 0, 3)
+
+
+def _native_gradients(
+    x: Array, kernel: Array, dy: Array, *, strides: tuple[int, ...], padding: Pairs
+) -> tuple[Array, Array]:
+    """Gradients of x and kernel as JAX has them."""
+    return jax.vjp(partial(_forward, strides=strides, padding=padding), x, kernel)[1](dy)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _convolve(x: Array, kernel: Array, strides: tuple[int, ...], padding: Pairs) -> Array:
+    return _forward(x, kernel, strides, padding)
+
+
+def _save(
+    x: Array, kernel: Array, strides: tuple[int, ...], padding: Pairs
+) -> tuple[Array, tuple[Array, Array]]:
+    return _forward(x, kernel, strides, padding), (x, kernel)
+
+
+def _backward(
+    strides: tuple[int, ...], padding: Pairs, saved: tuple[Array, Array], dy: Array
+) -> tuple[Array, Array]:
+    sizes = {"strides": strides, "padding": padding}
+    return lax.platform_dependent(
+        *saved,
+        dy,
+        cpu=partial(_standard_gradients, **sizes),
+        default=partial(_native_gradients, **sizes),
+    )
+
+
+_convolve.defvjp(_save, _backward)
+
+
+def convolve(
+    x: Array, kernel: Array, strides: tuple[int, ...], padding: str | Pairs, **unused: Any
+) -> Array:
+    """In place of ``jax.lax.conv_general_dilated``, for ``flax.nnx.Conv``.
+
+    Args:
+      x: ``[N, H, W, C]``.
+      kernel: ``[height, width, C, channels]``.
+      strides: of each spatial axis.
+      padding: "SAME", "VALID", or (before, after) of each spatial axis.
+      **unused: what Flax passes on as well; checked to be of no effect.
+    """
+    dilations = (unused.get("lhs_dilation"), unused.get("rhs_dilation"))
+    if any(set(d or (1,)) != {1} for d in dilations) or unused.get("feature_group_count", 1) != 1:
+        raise ValueError("convolve has neither dilation nor feature groups")
+    if isinstance(padding, str):
+        padding = tuple(lax.padtype_to_pads(x.shape[1:3], kernel.shape[:2], strides, padding))
+    return _convolve(x, kernel, tuple(strides), tuple((low, high) for low, high in padding))

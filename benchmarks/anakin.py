@@ -45,7 +45,9 @@ def read_config(args: argparse.Namespace) -> Config:
     return config_lib.parse(config)
 
 
-def random_steps(env: Environment, mesh: jax.sharding.Mesh, sizes: Sizes) -> Callable[[Array, Array], Array]:
+def random_steps(
+    env: Environment, mesh: jax.sharding.Mesh, sizes: Sizes
+) -> Callable[[Array, Array], Array]:
     """``(key, repeats) -> something of every step``: random actions, no agent and no learning."""
 
     def unroll(key: Array, ids: Array, state: Any) -> tuple[Any, Array]:
@@ -55,7 +57,9 @@ def random_steps(env: Environment, mesh: jax.sharding.Mesh, sizes: Sizes) -> Cal
             action = rollout.random_actions(env.spec, keys[0])
             state, timestep = jax.vmap(env.step)(keys[1], state, action)
             # Of every part of a time step, or the compiler would leave it out.
-            return state, jnp.stack([x.astype(jnp.float32).sum() for x in jax.tree.leaves(timestep)])
+            return state, jnp.stack(
+                [x.astype(jnp.float32).sum() for x in jax.tree.leaves(timestep)]
+            )
 
         return jax.lax.scan(step, state, keys.reshape(sizes.unroll_length, 2, -1))
 

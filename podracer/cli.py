@@ -33,7 +33,7 @@ def _config_path(argv: Sequence[str]) -> pathlib.Path:
 
 
 def _check_keys(argv: Sequence[str]) -> None:
-    """Names the nearest keys where ``--config.KEY`` is none; an environment's own are its affair."""
+    """Names the nearest keys where ``--config.KEY`` is none; an environment checks its own."""
     known = set(_leaves(default_config().to_dict()))
     for argument in argv:
         if argument.startswith(("--config.", "-config.", "--noconfig.")):

@@ -164,24 +164,30 @@ def _build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
 
 def _convert(kind: Any, value: Any, name: str) -> Any:
     """``value`` as the field's type; whole numbers pass for floats, lists for tuples."""
-    if dataclasses.is_dataclass(kind):
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         if not isinstance(value, Mapping):
             raise ConfigError(f"{name} is a section, got {value!r}")
-        return _build(kind, value, f"{name}.")  # type: ignore[arg-type]
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return _build(kind, value, f"{name}.")
+    if kind is float and type(value) is int:
         value = float(value)
     if kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)
-    if kind == tuple[int, ...] and isinstance(value, list | tuple):
-        if all(isinstance(x, int) for x in value):
-            return tuple(value)
-    elif kind in (str, int, float, bool):
-        if type(value) is kind and (kind is not float or math.isfinite(value)):
-            return value
-    elif isinstance(value, Mapping):
-        return dict(value)
-    expected = getattr(kind, "__name__", str(kind))
-    raise ConfigError(f"{name} must be of type {expected}, got {value!r}")
+    if isinstance(value, list):
+        value = tuple(value)
+    if not _fits(kind, value):
+        expected = getattr(kind, "__name__", str(kind)) if isinstance(kind, type) else str(kind)
+        raise ConfigError(f"{name} must be of type {expected}, got {value!r}")
+    return value
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    if kind is float:
+        return isinstance(value, float) and math.isfinite(value)
+    if kind == tuple[int, ...]:
+        return isinstance(value, tuple) and all(type(x) is int for x in value)
+    if kind in (str, int, bool):
+        return type(value) is kind
+    return isinstance(value, Mapping)
 
 
 @dataclasses.dataclass(frozen=True)

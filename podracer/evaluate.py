@@ -27,7 +27,12 @@ class Episodes(NamedTuple):
 
 
 def play(
-    env: Environment, agent: Agent, weights: Weights, key: Array, ids: Array, config: EvaluationConfig
+    env: Environment,
+    agent: Agent,
+    weights: Weights,
+    key: Array,
+    ids: Array,
+    config: EvaluationConfig,
 ) -> Episodes:
     """One episode of each environment ``ids [B]``, all at once, until the last one is over."""
 

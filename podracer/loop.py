@@ -40,7 +40,7 @@ class Result(NamedTuple):
     summary: dict[str, Any]
 
 
-def _check_finite(losses: dict[str, np.ndarray], first_update: int, sizes: Sizes) -> None:
+def _check_finite(losses: dict[str, Any], first_update: int, sizes: Sizes) -> None:
     """Raises ``DivergedError`` with the steps of the first update that has a NaN or infinity."""
     bad = {name: ~np.isfinite(x) for name, x in losses.items()}
     worst = np.logical_or.reduce(list(bad.values()))
@@ -57,12 +57,12 @@ def _check_finite(losses: dict[str, np.ndarray], first_update: int, sizes: Sizes
 
 
 def _train_row(metrics: CallMetrics, sizes: Sizes) -> Row:
-    episodes = EpisodeMetrics(*(float(x.sum()) for x in metrics.episodes))
+    episodes, ret, length = (float(x.sum()) for x in metrics.episodes)
     row: Row = {f"loss/{name}": float(x.mean()) for name, x in metrics.losses.items()}
-    row["train/episodes"] = round(episodes.count * sizes.num_devices)
-    if episodes.count:
-        row["train/episode_return"] = episodes.ret / episodes.count
-        row["train/episode_length"] = episodes.length / episodes.count
+    row["train/episodes"] = round(episodes * sizes.num_devices)
+    if episodes:
+        row["train/episode_return"] = ret / episodes
+        row["train/episode_length"] = length / episodes
     return row
 
 

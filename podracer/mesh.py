@@ -1,8 +1,8 @@
 """Devices: which there are, the mesh over them, and what is exchanged between them.
 
 The only place that names the mesh axis. A program runs on every device at once under
-``jax.shard_map`` (``jax.pmap`` is the older way, by now a wrapper over it): each device sees its own
-environments and the same weights, and they meet in ``all_mean``.
+``jax.shard_map`` (``jax.pmap`` is the older way, by now a wrapper over it): each device sees its
+own environments and the same weights, and they meet in ``all_mean``.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ REPLICATED = P()
 SHARDED = P(AXIS)
 
 
-def start(cpu_devices: int, *, wanted: bool) -> list[jax.Device]:
+def start(cpu_devices: int, *, wanted: bool) -> list[Any]:
     """Starts JAX, and gives the devices to run on: all of all processes.
 
     Args:
@@ -52,7 +52,7 @@ def start(cpu_devices: int, *, wanted: bool) -> list[jax.Device]:
     return devices
 
 
-def make_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(devices: Sequence[Any] | None = None) -> Mesh:
     """One axis over the given devices; by default over all of all processes."""
     return Mesh(np.asarray(jax.devices() if devices is None else devices), (AXIS,))
 

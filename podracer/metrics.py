@@ -1,4 +1,4 @@
-"""What a run leaves behind and shows: clocks, metrics.jsonl, config.json, summary.json, progress."""
+"""What a run leaves behind and shows: clock, progress, and the files of its workdir."""
 
 import contextlib
 import dataclasses
@@ -120,7 +120,8 @@ class Writer:
         self._console.print(
             f"{config.agent} on {config.env}, seed {config.seed}\n"
             f"  devices        {sizes.num_devices} x {kind} ({jax.default_backend()})\n"
-            f"  environments   {sizes.num_envs:,} = {sizes.num_devices} x {sizes.envs_per_device:,}\n"
+            f"  environments   {sizes.num_envs:,} = "
+            f"{sizes.num_devices} x {sizes.envs_per_device:,}\n"
             f"  batch          {sizes.num_envs:,} x {sizes.unroll_length} = "
             f"{sizes.steps_per_update:,} steps, {config.num_epochs} epochs of "
             f"{config.num_minibatches} minibatches\n"

@@ -1,4 +1,4 @@
-"""JAX's threefry, unrolled on CPUs: the same bits, up to twenty times as fast where batches are small.
+"""JAX's threefry, unrolled on CPUs: the same bits, up to twenty times as fast on small batches.
 
 JAX rolls the rounds of threefry into a loop on CPUs, to compile faster. A loop can't be fused with
 what surrounds it, and environments draw few numbers often: in CartPole with 64 environments, random
@@ -47,7 +47,7 @@ def _split(key: Array, shape: tuple[int, ...]) -> Array:
     return jnp.stack(_hash(key, _counts(shape)), -1)
 
 
-def _fold_in(key: Array, data: Array) -> Array:
+def _fold_in(key: Array, data: Array | int) -> Array:
     return jnp.stack(_hash(key, jnp.asarray(data, jnp.uint32)))
 
 

@@ -75,7 +75,7 @@ def gae(timestep: TimeStep, values: Array, *, discount: float, lambda_: float) -
     estimate = jax.vmap(
         rlax.truncated_generalized_advantage_estimation, in_axes=(1, 1, None, 1), out_axes=1
     )
-    advantage = jax.lax.stop_gradient(estimate(reward, discounts, lambda_, values))
+    advantage = jax.lax.stop_gradient(jnp.asarray(estimate(reward, discounts, lambda_, values)))
     return Targets(advantage, advantage + jax.lax.stop_gradient(values[:-1]), keep)
 
 

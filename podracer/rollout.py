@@ -42,13 +42,13 @@ class RolloutState(struct.PyTreeNode):
 class EpisodeMetrics(NamedTuple):
     """Sums over the episodes that ended, ``[]`` float32 each."""
 
-    count: Array
+    episodes: Array
     ret: Array
     length: Array
 
 
 def env_keys(key: Array, env_ids: Array, count: int) -> Array:
-    """Keys ``[count, B]`` that no two environments share and that depend on nothing but their ids."""
+    """Keys ``[count, B]``, none shared by two environments, that depend on their ids alone."""
     keys = jax.vmap(lambda i: jax.random.split(jax.random.fold_in(key, i), count))(env_ids)
     return jnp.swapaxes(keys, 0, 1)
 

@@ -75,7 +75,7 @@ class TrainState(struct.PyTreeNode):
       target: an older or averaged copy of the parameters, ``()`` for agents that use none.
       opt_state: the optimizer's state.
       step: ``[]`` int32, the number of *updates* done. Environment steps are counted on the host,
-        as Python integers: a pod takes 2^31 of them within minutes, and 2^31 updates in no lifetime.
+        as Python integers: a pod takes 2^31 of them within minutes, but 2^31 updates never.
     """
 
     weights: Weights
@@ -141,8 +141,8 @@ class LossAux(NamedTuple):
 
 
 class Act(Protocol):
-    """Chooses actions. ``keys`` is ``[B]``, one key an environment, so that what an environment
-    experiences does not depend on how environments are spread over devices."""
+    """Chooses actions. ``keys`` is ``[B]``, one an environment, so that what an environment lives
+    through does not depend on how environments are spread over devices."""
 
     def __call__(
         self,

@@ -74,7 +74,9 @@ def gae(stream: Stream, values: np.ndarray, discount: float, lambda_: float):
             for t, r, d, n in zip(index, rewards, discounts, leads, strict=True)
         ]
         for i, t in enumerate(index):
-            advantage[t, b] = sum((discount * lambda_) ** (j - i) * deltas[j] for j in range(i, len(index)))
+            advantage[t, b] = sum(
+                (discount * lambda_) ** (j - i) * deltas[j] for j in range(i, len(index))
+            )
             valid[t, b] = 1
     return advantage, valid
 

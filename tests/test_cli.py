@@ -33,7 +33,10 @@ BAD = {
     "key in a section": (["--config.ppo.clp=3"], "did you mean ppo.clip"),
     "type": (["--config.seed=first"], "first"),
     "environments by devices": (["--config.num_envs=12"], "num_envs=12 does not divide over 8"),
-    "batch by minibatches": (["--config.num_minibatches=7"], "num_minibatches=7 does not divide the"),
+    "batch by minibatches": (
+        ["--config.num_minibatches=7"],
+        "num_minibatches=7 does not divide the",
+    ),
     "sequences by minibatches": (["--config.agent=vtrace"], "does not divide the 1 items"),
     "continuous on discrete": (["--config.network.initial_log_std=-1"], "discrete"),
     "zero": (["--config.num_envs=0"], "num_envs must be positive, got 0"),

@@ -43,7 +43,7 @@ def test_environment_whose_data_cannot_be_downloaded_says_so(monkeypatch):
 
     monkeypatch.setattr("urllib.request.urlopen", refuse)
     monkeypatch.setattr("urllib.request.urlretrieve", refuse)
-    with pytest.raises(ConfigError, match="downloads its data set.*no network in this test"):
+    with pytest.raises(ConfigError, match=r"downloads its data set.*no network in this test"):
         envs.make(f"gymnax:{OFFLINE}", {}, {})
 
 

@@ -135,7 +135,10 @@ def test_optimizers_clip_by_the_global_norm(name):
     big = jax.tree.map(lambda x: x + 100.0, params)
     small = jax.tree.map(lambda x: x * 0.5 / np.sqrt(5 * 100.0**2), big)
     for ours, theirs in zip(
-        *(jax.tree.leaves(optimizer.update(g, optimizer.init(params), params)[0]) for g in (big, small)),
+        *(
+            jax.tree.leaves(optimizer.update(g, optimizer.init(params), params)[0])
+            for g in (big, small)
+        ),
         strict=True,
     ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4)

@@ -124,7 +124,7 @@ def test_convolutions_refuse_what_is_no_image_or_too_small():
     for torso, shape in itertools.product(("minatar", "nature", "resnet"), ((4,), (2, 2, 2))):
         if (torso, shape) == ("resnet", (2, 2, 2)):
             continue  # It pads, so it takes images of any size.
-        with pytest.raises(ConfigError, match="needs observations|too large for"):
+        with pytest.raises(ConfigError, match=r"needs observations|too large for"):
             make(shape, torso=torso)
 
 
@@ -150,4 +150,6 @@ def test_convolutions_have_the_gradients_of_jax(padding, kernel, stride):
 
 def test_convolve_refuses_what_it_does_not_do():
     with pytest.raises(ValueError, match="neither dilation nor feature groups"):
-        convolve(jnp.ones((1, 4, 4, 1)), jnp.ones((2, 2, 1, 1)), (1, 1), "SAME", rhs_dilation=(2, 2))
+        convolve(
+            jnp.ones((1, 4, 4, 1)), jnp.ones((2, 2, 1, 1)), (1, 1), "SAME", rhs_dilation=(2, 2)
+        )

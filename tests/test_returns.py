@@ -87,9 +87,7 @@ def test_episodes_are_tracked(next_step, truncate):
     episode = returns.Episode(jnp.zeros(7), jnp.zeros(7))
     seen = {b: [] for b in range(7)}
     for t in range(1, 24):
-        episode, total, ended = returns.track(
-            episode, jax.tree.map(lambda x, t=t: x[t], timestep)
-        )
+        episode, total, ended = returns.track(episode, jax.tree.map(lambda x, t=t: x[t], timestep))
         for b in np.flatnonzero(ended):
             seen[b].append((float(total.ret[b]), int(total.length[b])))
     for b in range(7):

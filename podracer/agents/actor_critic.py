@@ -93,16 +93,14 @@ def make_functions(spec: Spec, network: Network, config: ActorCriticConfig):
         memory, policy, _ = network.apply(weights.params, carry.memory, observation, now.first)
         policy = jax.tree.map(lambda x: x[0], policy)
         distribution = network.distribution(policy)
-        action = (
-            distribution.mode() if greedy else heads.sample(network.distribution, policy, keys)
-        )
+        action = distribution.mode() if greedy else heads.sample(network.distribution, policy, keys)
         total = carry.total
         if config.normalize_rewards:
             total, _ = returns.discounted(total, now, config.discount)
         return (
             ActorCriticCarry(memory, total),
             action,
-            {"log_prob": distribution.log_prob(action)},
+            {"log_prob": jnp.asarray(distribution.log_prob(action))},
         )
 
     return init, carry, act
@@ -152,6 +150,4 @@ def items(tree: ArrayTree, length: int) -> ArrayTree:
     no memory couples steps, one transition (``length`` = 1). Either way a loss reads it by
     ``time_major``.
     """
-    return jax.tree.map(
-        lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, length, *x.shape[2:]), tree
-    )
+    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, length, *x.shape[2:]), tree)

@@ -104,12 +104,8 @@ def make(
         trajectory, stats = actor_critic.preprocess(weights, trajectory, common.discount, all_mean)
         timestep = trajectory.timestep
         # Values of the whole unroll in one large batch, which acting therefore leaves out.
-        _, _, values = network.apply(
-            weights.params, memory, timestep.observation, timestep.first
-        )
-        target = returns.gae(
-            timestep, values, discount=common.discount, lambda_=config.gae_lambda
-        )
+        _, _, values = network.apply(weights.params, memory, timestep.observation, timestep.first)
+        target = returns.gae(timestep, values, discount=common.discount, lambda_=config.gae_lambda)
         if config.advantage_normalization == "batch":
             advantage = _normalize(target.advantage, target.valid, all_mean)
             target = target._replace(advantage=advantage)

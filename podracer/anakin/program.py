@@ -68,7 +68,7 @@ def make_init(
     sizes: Sizes,
     stagger: int,
 ) -> Callable[[Array], State]:
-    """``(key) -> State`` as each device runs it: weights from the key, environments from their ids."""
+    """``(key) -> State`` as each device runs it: environments begin by their global ids."""
 
     def init(key: Array) -> State:
         weights = agent.init(jax.random.fold_in(key, WEIGHTS))

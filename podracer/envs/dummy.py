@@ -117,7 +117,9 @@ def _sign(key: Array) -> Array:
 
 def one(continuous: bool = False) -> Environment:
     """One step, reward 1: V = 1. Catches a value loss that does not learn."""
-    return _probe(lambda key: jnp.zeros(1), lambda cue, action: jnp.float32(1), continuous=continuous)
+    return _probe(
+        lambda key: jnp.zeros(1), lambda cue, action: jnp.float32(1), continuous=continuous
+    )
 
 
 def sign(continuous: bool = False) -> Environment:
@@ -133,7 +135,7 @@ def delayed(continuous: bool = False) -> Environment:
 
 
 def _agree(cue: Array, action: Array, *, continuous: bool) -> Array:
-    """+1 for answering the cue: action 1 for +1, 0 for -1; or an action half way out to its side."""
+    """1 for answering the cue: action 1 for +1, 0 for -1; or an action half way out to it."""
     if continuous:
         return 1 - (jnp.clip(action, -1, 1) - 0.5 * cue[0]) ** 2
     return jnp.where(action == (cue[0] > 0), 1.0, -1.0)
@@ -146,7 +148,9 @@ def choice(continuous: bool = False) -> Environment:
 
 def memory(length: int = 3, continuous: bool = False) -> Environment:
     """As ``choice``, but the cue is seen in the first step only: 1 with memory, else 0 (0.75)."""
-    return _probe(_sign, partial(_agree, continuous=continuous), length=length, continuous=continuous)
+    return _probe(
+        _sign, partial(_agree, continuous=continuous), length=length, continuous=continuous
+    )
 
 
 ENVIRONMENTS: dict[str, Callable[..., Environment]] = {

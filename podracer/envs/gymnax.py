@@ -1,10 +1,10 @@
 """Environments written for gymnax 1.0, registered there or by a user.
 
 gymnax resets in the step in which an episode ends. That hides the final observation, which a
-truncated episode has to bootstrap from, so this adapter drives an environment's own ``step_env``,
-``reset_env`` and ``is_truncated``: a *terminated* episode restarts in the same step (nothing follows
-its end), a *truncated* one first arrives at its true final observation, and restarts in the next
-step, which ignores the action. See ``returns.py`` for the rule that reads both.
+truncated episode bootstraps from, so this adapter drives an environment's own ``step_env``,
+``reset_env`` and ``is_truncated``: a *terminated* episode restarts in the same step, as nothing
+follows its end; a *truncated* one first arrives at its true final observation and restarts in the
+next step, which ignores the action. See ``returns.py`` for the rule that reads both.
 """
 
 import dataclasses
@@ -75,7 +75,9 @@ def make(name: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Env
     try:
         env, _ = gymnax.make(name, **kwargs)
     except TypeError as error:
-        raise ConfigError(f"gymnax:{name} does not take env_kwargs={dict(kwargs)}: {error}") from error
+        raise ConfigError(
+            f"gymnax:{name} does not take env_kwargs={dict(kwargs)}: {error}"
+        ) from error
     except URLError as error:
         raise ConfigError(
             f"gymnax:{name} downloads its data set when it is made, and that failed: {error.reason}"
@@ -114,7 +116,9 @@ def _action_space(space: Any, name: str) -> Discrete | Box:
         return Discrete(int(space.n))
     if hasattr(space, "low") and hasattr(space, "high"):
         shape = tuple(space.shape)
-        low, high = (np.broadcast_to(np.asarray(x, np.float32), shape) for x in (space.low, space.high))
+        low, high = (
+            np.broadcast_to(np.asarray(x, np.float32), shape) for x in (space.low, space.high)
+        )
         return Box(shape, low, high)
     raise ConfigError(f"{name} has the action space {space}; agents act in Discrete and Box spaces")
 
@@ -142,9 +146,7 @@ def adapt(env: Any, name: str, changes: Mapping[str, Any]) -> Environment:
 
     def reset(key: Array) -> tuple[GymnaxState, TimeStep]:
         observation, state = env.reset_env(key, params)
-        timestep = TimeStep(
-            observe(observation), jnp.float32(0), jnp.float32(1), jnp.bool_(True)
-        )
+        timestep = TimeStep(observe(observation), jnp.float32(0), jnp.float32(1), jnp.bool_(True))
         return GymnaxState(state, jnp.bool_(False)), timestep
 
     def step(key: Array, state: GymnaxState, action_: Array) -> tuple[GymnaxState, TimeStep]:
@@ -172,7 +174,7 @@ def adapt(env: Any, name: str, changes: Mapping[str, Any]) -> Environment:
     _, example = jax.eval_shape(reset, jax.random.key(0))
     if not isinstance(example.observation, jax.ShapeDtypeStruct):
         raise ConfigError(
-            f"{name} observes {type(example.observation).__name__}, a structure of arrays; networks "
-            "take a single array"
+            f"{name} observes {type(example.observation).__name__}, a structure of arrays; "
+            "networks take a single array"
         )
     return Environment(Spec(example.observation, action), reset, step)

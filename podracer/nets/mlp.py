@@ -1,6 +1,7 @@
 """Multi-layer perceptron torso."""
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from math import prod
 
 import jax
@@ -48,8 +49,7 @@ class MLP(nnx.Module):
         self.activation = activation(activation_name)
         sizes = [prod(shape), *hidden]
         self.layers = nnx.List(
-            linear(i, o, 2**0.5, dtype=dtype, rngs=rngs)
-            for i, o in zip(sizes[:-1], sizes[1:], strict=True)
+            linear(i, o, 2**0.5, dtype=dtype, rngs=rngs) for i, o in pairwise(sizes)
         )
         self.out_size = sizes[-1]
 

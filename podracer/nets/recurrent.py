@@ -18,9 +18,7 @@ def initial_memory(core: str, size: int, batch: int) -> Carry:
 class Recurrent(nnx.Module):
     """A GRU or LSTM over ``[T, B, in_size]``."""
 
-    def __init__(
-        self, core: str, in_size: int, size: int, *, dtype: jnp.dtype, rngs: nnx.Rngs
-    ):
+    def __init__(self, core: str, in_size: int, size: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.cell = CELLS[core](in_size, size, dtype=dtype, rngs=rngs)
 
     def __call__(self, memory: Carry, x: Array, first: Array) -> tuple[Carry, Array]:

@@ -29,8 +29,8 @@ def start(cpu_devices: int, *, wanted: bool) -> list[Any]:
 
     Args:
       cpu_devices: how many devices to split the CPU into, if that is where JAX runs.
-      wanted: the number is the user's word, not our default: then it is an error if JAX is in use
-        already with another number, or the environment says otherwise.
+      wanted: the number is the user's word, not our default. As a default it gives way to what the
+        environment says; as a word it is an error if JAX is in use already with another number.
 
     Raises:
       ConfigError: see ``wanted``.

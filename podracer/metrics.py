@@ -148,8 +148,9 @@ class Writer:
         if self._console.is_terminal and not self._console.quiet:
             self._progress = Progress(
                 BarColumn(),
-                TextColumn("{task.percentage:3.0f}% {task.fields[text]} left"),
+                TextColumn("{task.percentage:3.0f}% {task.fields[text]},"),
                 TimeRemainingColumn(),
+                TextColumn("left"),
                 console=self._console,
             )
             self._progress.start()

@@ -77,7 +77,7 @@ def stagger(env: Environment, state: RolloutState, key: Array, most: int) -> Rol
     one phase of an episode at a time.
     """
     ages = jax.vmap(lambda key: jax.random.randint(key, (), 0, most + 1))
-    age = ages(env_keys(key, state.env_id, 1)[0])
+    age = ages(env_keys(jax.random.fold_in(key, most), state.env_id, 1)[0])
 
     def advance(i: Array, state: RolloutState) -> RolloutState:
         act_key, env_key = env_keys(jax.random.fold_in(key, i), state.env_id, 2)

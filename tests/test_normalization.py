@@ -6,6 +6,7 @@ import numpy as np
 
 from podracer import rollout
 from podracer.agents import normalization
+from podracer.anakin.program import UPDATES
 from tests.helpers import make_config, make_run
 
 
@@ -29,7 +30,7 @@ def test_rewards_are_scaled_by_the_deviation_of_discounted_returns():
     streams, start = [], state
     for _ in range(3):
         act_key, _ = jax.random.split(
-            jax.random.fold_in(jax.random.fold_in(state.key, 2), state.train.step)
+            jax.random.fold_in(jax.random.fold_in(state.key, UPDATES), state.train.step)
         )
         _, trajectory, _ = rollout.unroll(
             program.env,

@@ -58,7 +58,7 @@ class Program(NamedTuple):
 
 
 # What the run's key is folded with, for each use of its own.
-WEIGHTS, ENVIRONMENTS, UPDATES, EVALUATION = range(4)
+WEIGHTS, ENVIRONMENTS, STAGGER, UPDATES, EVALUATION = range(5)
 
 
 def make_init(
@@ -77,7 +77,7 @@ def make_init(
         env_key = jax.random.fold_in(key, ENVIRONMENTS)
         envs = rollout.init(env, agent, env_key, first + jnp.arange(sizes.envs_per_device))
         if stagger:
-            envs = rollout.stagger(env, envs, jax.random.fold_in(env_key, 1), stagger)
+            envs = rollout.stagger(env, envs, jax.random.fold_in(key, STAGGER), stagger)
         return State(train, envs, key)
 
     return init

@@ -48,7 +48,7 @@ class GaussianHead(nnx.Module):
     ):
         self.shape = action.shape
         self.mean = linear(in_size, prod(action.shape), 0.01, dtype=dtype, rngs=rngs)
-        self.log_std = nnx.Param(jnp.full(action.shape, initial_log_std))
+        self.log_std = nnx.Param(jnp.full(action.shape, initial_log_std, jnp.float32))
 
     def __call__(self, x: Array) -> tuple[Array, Array]:
         mean = self.mean(x).astype(jnp.float32).reshape(*x.shape[:-1], *self.shape)

@@ -6,6 +6,10 @@ gives a configuration to start from.
 
 import importlib
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from podracer import anakin, config
 
 __all__ = ["anakin", "config"]
 

@@ -38,7 +38,7 @@ def start(cpu_devices: int, *, wanted: bool) -> list[Any]:
     said = "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in os.environ.get(
         "XLA_FLAGS", ""
     )
-    if wanted or (not said and jax.config.jax_num_cpu_devices in (None, -1)):
+    if wanted or (not said and jax.config.values["jax_num_cpu_devices"] in (None, -1)):
         # Refused once JAX is in use. It then runs with what it has, which we check below.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", cpu_devices)

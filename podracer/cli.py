@@ -1,7 +1,7 @@
 """The command line, the same for every architecture: flags in, exit code out.
 
 Exit codes: 0 done; 2 an impossible setting, found before anything compiled; 3 a loss or gradient
-became NaN or infinite; 130 interrupted.
+became NaN or infinite; 4 an actor thread failed or hangs; 130 interrupted.
 """
 
 import pathlib
@@ -13,9 +13,9 @@ from absl import flags
 from ml_collections import config_flags
 
 from podracer.config import default_config
-from podracer.errors import ConfigError, DivergedError, unknown
+from podracer.errors import ActorError, ConfigError, DivergedError, unknown
 
-OK, BAD_CONFIG, DIVERGED, INTERRUPTED = 0, 2, 3, 130
+OK, BAD_CONFIG, DIVERGED, ACTOR, INTERRUPTED = 0, 2, 3, 4, 130
 
 
 def _config_path(argv: Sequence[str]) -> pathlib.Path:
@@ -100,6 +100,9 @@ def main(train: Callable[..., Any], argv: Sequence[str] | None = None) -> int:
     except DivergedError as error:
         print(f"error: {error}", file=sys.stderr)
         return DIVERGED
+    except ActorError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return ACTOR
     except KeyboardInterrupt:
         print("interrupted; what was written stays", file=sys.stderr)
         return INTERRUPTED

@@ -48,6 +48,48 @@ class EvaluationConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class SebulbaConfig:
+    """What Sebulba alone has to know.
+
+    Attributes:
+      actor_devices: numbers of this host's devices that act; () chooses by ``learners_per_actor``.
+      learner_devices: numbers of those that learn; () takes all that don't act. A device in both
+        lists does both.
+      learners_per_actor: learner devices to each actor device, where they are not listed; 3 splits
+        2 devices as 1 + 1, 4 as 1 + 3 and 8 as 2 + 6. A single device does both.
+      threads: actor threads to each actor device, each with a pool of environments of its own.
+      pool_threads: of the C++ pool of each actor thread; 0 shares the cores out among the pools.
+      lag: the n-th unroll is acted with the weights after n - lag updates, whatever the timing: 0
+        waits for each update, 1 acts while the learner learns from the unroll before.
+      free_running: act with the newest weights instead; runs are then not reproducible.
+      newest_frame: of stacked frames, send the newest alone and stack them on the device.
+      timeout_s: seconds after which a thread that does not get on is taken to hang.
+      max_restarts: how often an actor thread rebuilds its pool before it gives up.
+    """
+
+    actor_devices: tuple[int, ...] = ()
+    learner_devices: tuple[int, ...] = ()
+    learners_per_actor: int = 3
+    threads: int = 2
+    pool_threads: int = 0
+    lag: int = 1
+    free_running: bool = False
+    newest_frame: bool = False
+    timeout_s: float = 120.0
+    max_restarts: int = 10
+
+    def __post_init__(self):
+        for key in ("learners_per_actor", "threads", "timeout_s"):
+            if getattr(self, key) <= 0:
+                raise ConfigError(f"sebulba.{key} must be positive, got {getattr(self, key)}")
+        for key in ("pool_threads", "max_restarts"):
+            if getattr(self, key) < 0:
+                raise ConfigError(f"sebulba.{key} must not be negative, got {getattr(self, key)}")
+        if self.lag not in (0, 1):
+            raise ConfigError(f"sebulba.lag must be 0 or 1, got {self.lag}")
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """Everything that can be set in a config file or by ``--config.KEY=VALUE``.
 
@@ -60,8 +102,8 @@ class Config:
       total_steps: environment steps to train for, over all devices; rounded up to whole host calls.
       num_envs: environments in all, over all devices.
       unroll_length: steps an environment takes between two updates (T).
-      updates_per_call: updates in one call of the compiled program; 0 chooses, so that a run is
-        about a hundred calls. Metrics are written once a call.
+      updates_per_call: updates between two rows of metrics. Anakin's are one call of the compiled
+        program; 0 chooses, so that a run is about a hundred of them. Sebulba's 0 is one.
       stagger: the first episodes are advanced by up to this many random actions, each environment
         by another number, so that they do not end all at once; 0 starts them together.
       discount: gamma.
@@ -76,6 +118,7 @@ class Config:
       ppo: see ``agents.ppo.PPOConfig``.
       vtrace: see ``agents.vtrace.VTraceConfig``.
       evaluation: see ``EvaluationConfig``.
+      sebulba: see ``SebulbaConfig``; Anakin has no use for it.
     """
 
     env: str = "gymnax:CartPole-v1"
@@ -105,6 +148,7 @@ class Config:
     ppo: PPOConfig = dataclasses.field(default_factory=PPOConfig)
     vtrace: VTraceConfig = dataclasses.field(default_factory=VTraceConfig)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+    sebulba: SebulbaConfig = dataclasses.field(default_factory=SebulbaConfig)
 
     def __post_init__(self):
         if self.agent not in AGENTS:
@@ -217,20 +261,28 @@ class Sizes:
     total_steps: int
 
 
-def sizes(config: Config, num_devices: int) -> Sizes:
+def sizes(config: Config, num_devices: int, num_threads: int = 0) -> Sizes:
     """Derives all sizes.
 
+    Args:
+      config: of the run.
+      num_devices: that learn.
+      num_threads: that step environments on the host, each of which gives a part of its batch to
+        every device; 0 where environments are written in JAX.
+
     Raises:
-      ConfigError: environments don't divide over devices.
+      ConfigError: environments don't divide over devices and threads.
     """
-    if config.num_envs % num_devices:
+    divisor = num_devices * max(1, num_threads)
+    if config.num_envs % divisor:
+        threads = f" times {num_threads} actor threads" if num_threads else ""
         raise ConfigError(
-            f"num_envs={config.num_envs} does not divide over {num_devices} devices; "
-            f"{_nearest_multiple(config.num_envs, num_devices)} would"
+            f"num_envs={config.num_envs} does not divide over {num_devices} devices{threads}; "
+            f"{_nearest_multiple(config.num_envs, divisor)} would"
         )
     steps_per_update = config.num_envs * config.unroll_length
     updates = math.ceil(config.total_steps / steps_per_update)
-    per_call = config.updates_per_call or max(1, updates // 100)
+    per_call = config.updates_per_call or (1 if num_threads else max(1, updates // 100))
     calls = math.ceil(updates / per_call)
     return Sizes(
         num_devices=num_devices,

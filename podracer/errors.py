@@ -12,6 +12,10 @@ class DivergedError(RuntimeError):
     """A loss or a gradient became NaN or infinite. The commands exit with code 3."""
 
 
+class ActorError(RuntimeError):
+    """An actor thread failed or hangs. The commands exit with code 4."""
+
+
 def unknown(kind: str, name: object, known: Iterable[str]) -> ConfigError:
     """The error for a name that does not exist, with the nearest ones that do.
 

@@ -1,15 +1,22 @@
 """Judging a policy: a fixed number of whole episodes, with a cap on their length."""
 
+import contextlib
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from podracer import mesh as mesh_lib
 from podracer import returns, rollout
 from podracer.config import EvaluationConfig
-from podracer.types import Agent, Array, Environment, Weights
+from podracer.envs import spaces
+from podracer.rollout import HostState
+from podracer.types import Agent, Array, Environment, HostEnvironment, Pool, Weights
+
+Watch = Callable[[str], contextlib.AbstractContextManager[None]]
 
 
 class Episodes(NamedTuple):
@@ -21,9 +28,9 @@ class Episodes(NamedTuple):
       complete: bool, the episode came to its end.
     """
 
-    ret: Array
-    length: Array
-    complete: Array
+    ret: Any
+    length: Any
+    complete: Any
 
 
 def play(
@@ -83,3 +90,68 @@ def make_evaluate(
         return jax.tree.map(lambda x: x[: config.episodes], spread(weights, key))
 
     return evaluate
+
+
+class HostEvaluation:
+    """Evaluation on environments of the host: one episode of each environment of a pool.
+
+    The pool is built when it is first needed, and kept.
+    """
+
+    def __init__(
+        self,
+        env: HostEnvironment,
+        agent: Agent,
+        config: EvaluationConfig,
+        make_pool: Callable[[], Pool],
+    ):
+        """``make_pool`` builds a pool of ``config.episodes`` environments."""
+        self._config, self._make_pool = config, make_pool
+        self._pool: Pool | None = None
+        self._ids = np.arange(config.episodes, dtype=np.int32)
+
+        def act(weights: Weights, state: HostState, key: Array, count: Array):
+            keys = rollout.env_keys(jax.random.fold_in(key, count), state.env_id, 1)[0]
+            carry, action, _ = agent.act(
+                weights, state.carry, state.timestep, keys, greedy=config.greedy
+            )
+            action = spaces.to_environment(action, env.spec.action)
+            return state.replace(carry=carry), action
+
+        self._start = jax.jit(partial(rollout.host_start, env, agent))
+        self._arrive = jax.jit(partial(rollout.host_arrive, env), donate_argnums=0)
+        self._act = jax.jit(act, donate_argnums=1)
+
+    def __call__(self, weights: Weights, key: Array, watch: Watch) -> Episodes:
+        """Plays.
+
+        Args:
+          weights: on the device to act on.
+          key: on that device.
+          watch: told of what could hang.
+        """
+        with watch("building its pool"):
+            self._pool = self._pool or self._make_pool()
+            step = self._pool.reset()
+        device = key.device
+        state = self._start(*jax.device_put((self._ids, step.timestep), device))
+        ret = np.zeros(len(self._ids))
+        length = np.zeros(len(self._ids))
+        complete = np.zeros(len(self._ids), bool)
+        for count in range(self._config.max_steps):
+            state, action = self._act(weights, state, key, jax.device_put(np.int32(count), device))
+            action = np.asarray(action)
+            with watch("stepping its pool"):
+                step = self._pool.step(action)
+            ret += np.where(complete, 0, step.score)
+            length += ~complete & ~step.timestep.first
+            complete |= step.over
+            if complete.all():
+                break
+            state = self._arrive(state, jax.device_put(step.timestep, device))
+        return Episodes(ret, length, complete)
+
+    def close(self) -> None:
+        """Lets go of the pool."""
+        if self._pool is not None:
+            self._pool.close()

@@ -15,15 +15,17 @@ from podracer.types import Weights
 
 
 class CallMetrics(NamedTuple):
-    """What one call of a step reports, on the device; K updates.
+    """What one call of a step reports, K updates; on the device but for ``host``.
 
     Attributes:
       losses: by name, ``[K]`` each; means over devices and gradient steps.
-      episodes: means over devices, ``[K]`` each, of sums over the episodes that ended.
+      episodes: ``[K]`` each, sums over the episodes that ended on all devices.
+      host: more numbers, under the names they are logged by.
     """
 
     losses: dict[str, jax.Array]
     episodes: EpisodeMetrics
+    host: Row | tuple[()] = ()
 
 
 class Result(NamedTuple):
@@ -56,14 +58,14 @@ def _check_finite(losses: dict[str, Any], first_update: int, sizes: Sizes) -> No
     )
 
 
-def _train_row(metrics: CallMetrics, sizes: Sizes) -> Row:
+def _train_row(metrics: CallMetrics) -> Row:
     episodes, ret, length = (float(x.sum()) for x in metrics.episodes)
     row: Row = {f"loss/{name}": float(x.mean()) for name, x in metrics.losses.items()}
-    row["train/episodes"] = round(episodes * sizes.num_devices)
+    row["train/episodes"] = round(episodes)
     if episodes:
         row["train/episode_return"] = ret / episodes
         row["train/episode_length"] = length / episodes
-    return row
+    return {**row, **dict(metrics.host)}
 
 
 def _eval_row(episodes: Episodes) -> Row:
@@ -85,6 +87,7 @@ def run(
     sizes: Sizes,
     writer: Writer,
     clock: Clock,
+    report: Callable[[], dict[str, Any]] = dict,
 ) -> Result:
     """Calls ``step`` until the run is over.
 
@@ -99,6 +102,7 @@ def run(
       sizes: of the run.
       writer: where rows go.
       clock: keeps what time went to; compiling is in it already.
+      report: more for the summary, asked for at the end.
 
     Raises:
       DivergedError: a loss or gradient became NaN or infinite; what was written stays.
@@ -119,7 +123,7 @@ def run(
             "wall_time": clock.total(),
             "time/steps_per_second": (now["step"] - last["step"])
             / max(now["seconds"] - last["seconds"], 1e-9),
-            **_train_row(metrics, sizes),
+            **_train_row(metrics),
             **evaluation,
         }
         last.update(now)
@@ -151,6 +155,7 @@ def run(
         "eval_complete": rows[-1]["eval/complete"],
         "seed": config.seed,
         "seconds": {**clock.seconds, "training": clock.training()},
+        **report(),
     }
     writer.finish(summary)
     return Result(state.train.weights, rows, summary)

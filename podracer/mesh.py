@@ -8,20 +8,23 @@ own environments and the same weights, and they meet in ``all_mean``.
 import contextlib
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.flatten_util import ravel_pytree
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from podracer.errors import ConfigError
-from podracer.types import Array, ArrayTree
+from podracer.types import Array, ArrayTree, Device
 
 AXIS = "devices"
 REPLICATED = P()
 SHARDED = P(AXIS)
+# A trajectory is time-major: its second axis is the environments'.
+SHARDED_IN_TIME = P(None, AXIS)
 
 
 def start(cpu_devices: int, *, wanted: bool) -> list[Any]:
@@ -52,6 +55,53 @@ def start(cpu_devices: int, *, wanted: bool) -> list[Any]:
     return devices
 
 
+class Split(NamedTuple):
+    """Which devices of this host act, and which learn; both do both where they are the same."""
+
+    actors: tuple[Device, ...]
+    learners: tuple[Device, ...]
+
+
+def split(
+    devices: Sequence[Device],
+    actors: Sequence[int],
+    learners: Sequence[int],
+    learners_per_actor: int,
+) -> Split:
+    """Splits a host's devices into actors and learners.
+
+    Args:
+      devices: of this host.
+      actors: numbers of those that act; none chooses.
+      learners: numbers of those that learn; none takes those that don't act.
+      learners_per_actor: where nothing is said.
+
+    Raises:
+      ConfigError: a number that is no device's or is there twice, or nothing left to learn.
+    """
+    count = len(devices)
+    for name, numbers in (("actor", actors), ("learner", learners)):
+        wrong = [n for n in numbers if not 0 <= n < count]
+        if wrong or len(set(numbers)) < len(numbers):
+            raise ConfigError(
+                f"sebulba.{name}_devices={tuple(numbers)} must be different numbers of this host's "
+                f"{count} devices, from 0 to {count - 1}"
+            )
+    if not actors and learners:
+        actors = [n for n in range(count) if n not in learners] or learners
+    elif not actors:
+        actors = range(max(1, count // (1 + learners_per_actor)))
+    if not learners:
+        learners = [n for n in range(count) if n not in actors]
+        if not learners and count > 1:
+            raise ConfigError(
+                f"sebulba.actor_devices={tuple(actors)} leaves none of {count} devices to learn; "
+                "list sebulba.learner_devices to share some"
+            )
+        learners = learners or actors
+    return Split(tuple(devices[n] for n in actors), tuple(devices[n] for n in learners))
+
+
 def make_mesh(devices: Sequence[Any] | None = None) -> Mesh:
     """One axis over the given devices; by default over all of all processes."""
     return Mesh(np.asarray(jax.devices() if devices is None else devices), (AXIS,))
@@ -69,17 +119,64 @@ def per_device(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) ->
     )
 
 
+def global_shapes(part: ArrayTree, mesh: Mesh, specs: Any) -> ArrayTree:
+    """Shapes of arrays over the whole mesh, of the shapes of one device's part.
+
+    Args:
+      part: what each device has.
+      mesh: of all devices.
+      specs: how arrays are split, for ``part`` or for branches of it.
+    """
+
+    def over_mesh(spec: P, x: Any) -> jax.ShapeDtypeStruct:
+        axis = spec.index(AXIS)
+        shape = (*x.shape[:axis], x.shape[axis] * mesh.size, *x.shape[axis + 1 :])
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    return _by_spec(over_mesh, specs, part)
+
+
+def from_parts(parts: Sequence[ArrayTree], mesh: Mesh, specs: Any) -> ArrayTree:
+    """Arrays over the whole mesh, of the parts that this host's devices hold; nothing moves."""
+    shapes = global_shapes(parts[0], mesh, specs)
+    return jax.tree.map(
+        lambda x, *parts: jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts),
+        shapes,
+        *parts,
+    )
+
+
+def local(tree: ArrayTree) -> ArrayTree:
+    """Replicated arrays as this host's first device has them; nothing moves."""
+    return jax.tree.map(lambda x: x.addressable_data(0), tree)
+
+
+def _by_spec(function: Callable[[P, Any], Any], specs: Any, tree: ArrayTree) -> ArrayTree:
+    return jax.tree.map(
+        lambda spec, branch: jax.tree.map(partial(function, spec), branch), specs, tree
+    )
+
+
 def device_index() -> Array:
     """Which device this is, within ``per_device``."""
     return jax.lax.axis_index(AXIS)
 
 
-def all_mean(tree: ArrayTree) -> ArrayTree:
-    """The mean over devices, as one all-reduce for the whole tree. Within ``per_device`` only."""
+def _reduce(tree: ArrayTree, collective: Callable[[Array, str], Array]) -> ArrayTree:
     if jax.lax.axis_size(AXIS) == 1:
         return tree
     flat, unravel = ravel_pytree(tree)
-    return unravel(jax.lax.pmean(flat, AXIS))
+    return unravel(collective(flat, AXIS))
+
+
+def all_mean(tree: ArrayTree) -> ArrayTree:
+    """The mean over devices, as one all-reduce for the whole tree. Within ``per_device`` only."""
+    return _reduce(tree, jax.lax.pmean)
+
+
+def all_sum(tree: ArrayTree) -> ArrayTree:
+    """The sum over devices, likewise."""
+    return _reduce(tree, jax.lax.psum)
 
 
 def all_gather(tree: ArrayTree) -> ArrayTree:

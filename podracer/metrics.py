@@ -9,7 +9,7 @@ import pathlib
 import platform
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
 import jax
@@ -22,7 +22,10 @@ from podracer.errors import ConfigError
 Row = dict[str, int | float]
 
 METRICS, CONFIG, SUMMARY = "metrics.jsonl", "config.json", "summary.json"
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "rlax", "distrax", "chex", "gymnax", "numpy")
+PACKAGES = (
+    "jax", "jaxlib", "flax", "optax", "rlax", "distrax", "chex", "gymnax", "envpool", "gymnasium",
+    "numpy",
+)  # fmt: skip
 # Without a terminal, a line at most this often, in seconds.
 PLAIN_INTERVAL = 2.0
 
@@ -42,6 +45,11 @@ class Clock:
             yield
         finally:
             self.seconds[what] = self.seconds.get(what, 0.0) + time.monotonic() - start
+
+    def take(self) -> dict[str, float]:
+        """What was measured since this was last called."""
+        seconds, self.seconds = self.seconds, {}
+        return seconds
 
     def total(self) -> float:
         """Since the clock was made."""
@@ -112,31 +120,42 @@ class Writer:
             if moved:
                 self._console.print(f"the earlier run in {self._workdir} is now {moved}")
 
-    def begin(self, config: Config, sizes: Sizes) -> None:
-        """Says and writes down what was resolved."""
-        devices = [str(device) for device in jax.devices()]
-        kind = jax.devices()[0].device_kind
+    def begin(self, config: Config, sizes: Sizes, layout: Mapping[str, str]) -> None:
+        """Says and writes down what was resolved.
+
+        Args:
+          config: of the run.
+          sizes: of the run.
+          layout: what runs where, by architecture.
+        """
         self._total_steps = sizes.total_steps
-        self._console.print(
-            f"{config.agent} on {config.env}, seed {config.seed}\n"
-            f"  devices        {sizes.num_devices} x {kind} ({jax.default_backend()})\n"
-            f"  environments   {sizes.num_envs:,} = "
-            f"{sizes.num_devices} x {sizes.envs_per_device:,}\n"
-            f"  batch          {sizes.num_envs:,} x {sizes.unroll_length} = "
+        lines = {
+            **layout,
+            "batch": f"{sizes.num_envs:,} x {sizes.unroll_length} = "
             f"{sizes.steps_per_update:,} steps, {config.num_epochs} epochs of "
-            f"{config.num_minibatches} minibatches\n"
-            f"  updates        {sizes.num_updates:,} = {sizes.num_calls:,} calls of "
-            f"{sizes.updates_per_call:,}; {sizes.total_steps:,} steps\n"
-            f"  workdir        {self._workdir}",
+            f"{config.num_minibatches} minibatches",
+            "updates": f"{sizes.num_updates:,} = {sizes.num_calls:,} calls of "
+            f"{sizes.updates_per_call:,}; {sizes.total_steps:,} steps",
+            "workdir": str(self._workdir),
+        }
+        self._console.print(
+            "\n".join(
+                [
+                    f"{config.agent} on {config.env}, seed {config.seed}",
+                    *(f"  {name:<14} {line}" for name, line in lines.items()),
+                ]
+            ),
             soft_wrap=True,
+            markup=False,
         )
         self._dump(
             CONFIG,
             {
                 "config": dataclasses.asdict(config),
                 "sizes": dataclasses.asdict(sizes),
-                "devices": devices,
-                "device_kind": kind,
+                "layout": dict(layout),
+                "devices": [str(device) for device in jax.devices()],
+                "device_kind": jax.devices()[0].device_kind,
                 "processes": jax.process_count(),
                 "versions": _versions(),
             },
@@ -193,6 +212,8 @@ class Writer:
             f"{summary['steps_per_second']:,.0f} steps a second",
             soft_wrap=True,
         )
+        if "report" in summary:
+            self._console.print(summary["report"], soft_wrap=True, markup=False)
 
     def _dump(self, name: str, content: dict[str, Any]) -> None:
         if self._workdir is not None:

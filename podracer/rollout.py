@@ -1,5 +1,11 @@
-"""Acting: an agent and environments, unrolled into a ``Trajectory``."""
+"""Acting: an agent and environments, unrolled into a ``Trajectory``.
 
+``unroll`` does so with environments written in JAX, as one scan. ``make_host_unroll`` makes the
+pieces of the same unroll for environments on the host, one call of a device for each step.
+"""
+
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -7,6 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from podracer import returns
+from podracer.envs import spaces
 from podracer.types import (
     Agent,
     Array,
@@ -14,6 +21,8 @@ from podracer.types import (
     Carry,
     Discrete,
     Environment,
+    HostEnvironment,
+    Leaf,
     Spec,
     TimeStep,
     Trajectory,
@@ -40,11 +49,11 @@ class RolloutState(struct.PyTreeNode):
 
 
 class EpisodeMetrics(NamedTuple):
-    """Sums over the episodes that ended, ``[]`` float32 each."""
+    """Sums over the episodes that ended, ``[]`` float each."""
 
-    episodes: Array
-    ret: Array
-    length: Array
+    episodes: Leaf
+    ret: Leaf
+    length: Leaf
 
 
 def env_keys(key: Array, env_ids: Array, count: int) -> Array:
@@ -135,3 +144,122 @@ def unroll(
     ended = ended.astype(jnp.float32)
     metrics = EpisodeMetrics(ended.sum(), (ended * total.ret).sum(), (ended * total.length).sum())
     return state, Trajectory(timesteps, action, extras, start), metrics
+
+
+class HostState(struct.PyTreeNode):
+    """B environments on the host, as the device knows them between two unrolls; ``[B, ...]`` each.
+
+    Attributes:
+      env_id: the environments' global numbers.
+      timestep: where they are.
+      carry: the agent's memory.
+    """
+
+    env_id: Array
+    timestep: TimeStep
+    carry: Carry
+
+
+class Recording(struct.PyTreeNode):
+    """An unroll under way.
+
+    Attributes:
+      state: where environments and agent are.
+      t: ``[]`` int32, the step that was acted on last.
+      keys: ``[T, B]``, to act with.
+      trajectory: what there is up to step t; the rest is still empty.
+    """
+
+    state: HostState
+    t: Array
+    keys: Array
+    trajectory: Trajectory
+
+
+class HostUnroll(NamedTuple):
+    """The pieces of an unroll, all pure, to be jitted; ``sent`` is a ``TimeStep`` as it travels.
+
+    Attributes:
+      start: ``(env_ids [B], sent) -> HostState``, after a pool's reset.
+      begin: ``(weights, HostState, key) -> (Recording, action [B, ...])``, acts at t = 0.
+      act: ``(weights, Recording, sent) -> (Recording, action [B, ...])``, acts at the next t.
+      close: ``(Recording, sent) -> (HostState, trajectories)``: the last arrival, and the
+        trajectory split on its batch axis, one part for each learner device.
+    """
+
+    start: Callable[[Leaf, TimeStep], HostState]
+    begin: Callable[[Weights, HostState, Leaf], tuple[Recording, Array]]
+    act: Callable[[Weights, Recording, TimeStep], tuple[Recording, Array]]
+    close: Callable[[Recording, TimeStep], tuple[HostState, tuple[Trajectory, ...]]]
+
+
+def host_start(env: HostEnvironment, agent: Agent, env_ids: Array, sent: TimeStep) -> HostState:
+    """The state after a pool's reset: no memory, and nothing observed before."""
+    spec = env.spec.observation
+    nothing = jnp.zeros((env_ids.shape[0], *spec.shape), spec.dtype)
+    timestep = sent.replace(observation=env.receive(sent.observation, nothing))
+    return HostState(env_ids, timestep, agent.carry(env_ids))
+
+
+def host_arrive(env: HostEnvironment, state: HostState, sent: TimeStep) -> HostState:
+    """The state at the next time step."""
+    observation = env.receive(sent.observation, state.timestep.observation)
+    return state.replace(timestep=sent.replace(observation=observation))
+
+
+def make_host_unroll(env: HostEnvironment, agent: Agent, length: int, parts: int) -> HostUnroll:
+    """The pieces of ``length`` steps of acting; keys are those that ``unroll`` would use.
+
+    Args:
+      env: what is received.
+      agent: who acts.
+      length: T.
+      parts: learner devices to split the batch for.
+    """
+
+    def begin(weights: Weights, state: HostState, key: Array) -> tuple[Recording, Array]:
+        keys = env_keys(key, state.env_id, 2 * length).reshape(length, 2, -1)[:, 0]
+        carry, action, extras = agent.act(weights, state.carry, state.timestep, keys[0])
+        trajectory = Trajectory(
+            _first_of(length + 1, state.timestep),
+            *_first_of(length, (action, extras)),
+            carry=state.carry,
+        )
+        recording = Recording(state.replace(carry=carry), jnp.int32(0), keys, trajectory)
+        return recording, spaces.to_environment(action, env.spec.action)
+
+    def act(weights: Weights, recording: Recording, sent: TimeStep) -> tuple[Recording, Array]:
+        state, t = host_arrive(env, recording.state, sent), recording.t + 1
+        carry, action, extras = agent.act(weights, state.carry, state.timestep, recording.keys[t])
+        past = recording.trajectory
+        trajectory = Trajectory(
+            _write(past.timestep, t, state.timestep),
+            *_write((past.action, past.extras), t, (action, extras)),
+            carry=past.carry,
+        )
+        recording = Recording(state.replace(carry=carry), t, recording.keys, trajectory)
+        return recording, spaces.to_environment(action, env.spec.action)
+
+    def close(recording: Recording, sent: TimeStep) -> tuple[HostState, tuple[Trajectory, ...]]:
+        state, past = host_arrive(env, recording.state, sent), recording.trajectory
+        timestep = _write(past.timestep, length, state.timestep)
+        steps = _split(past.replace(timestep=timestep, carry=()), 1, parts)
+        carries = _split(past.carry, 0, parts)
+        return state, tuple(x.replace(carry=c) for x, c in zip(steps, carries, strict=True))
+
+    return HostUnroll(partial(host_start, env, agent), begin, act, close)
+
+
+def _first_of(length: int, tree: ArrayTree) -> ArrayTree:
+    """Room for ``length`` of these, the first one in its place."""
+    return jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype).at[0].set(x), tree)
+
+
+def _write(past: ArrayTree, t: Array | int, tree: ArrayTree) -> ArrayTree:
+    return jax.tree.map(lambda past, x: past.at[t].set(x), past, tree)
+
+
+def _split(tree: ArrayTree, axis: int, parts: int) -> list[ArrayTree]:
+    leaves, structure = jax.tree.flatten(tree)
+    split = [jnp.split(leaf, parts, axis) for leaf in leaves]
+    return [structure.unflatten([leaf[i] for leaf in split]) for i in range(parts)]

@@ -7,7 +7,7 @@ as in optax.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -16,6 +16,9 @@ from flax import struct
 
 Array = jax.Array
 ArrayTree = Any
+# A record's field: an array on a device, a numpy array on the host, or the shape of one.
+Leaf = Any
+Device = Any
 Params = Any
 Carry = Any
 # The mean of a tree of arrays over all devices; the identity on one.
@@ -34,9 +37,9 @@ class TimeStep(struct.PyTreeNode):
     """
 
     observation: ArrayTree
-    reward: Array
-    discount: Array
-    first: Array
+    reward: Leaf
+    discount: Leaf
+    first: Leaf
 
 
 class Trajectory(struct.PyTreeNode):
@@ -50,7 +53,7 @@ class Trajectory(struct.PyTreeNode):
     """
 
     timestep: TimeStep
-    action: Array
+    action: Leaf
     extras: ArrayTree
     carry: Carry
 
@@ -123,6 +126,57 @@ class Environment(NamedTuple):
     spec: Spec
     reset: Callable[[Array], tuple[ArrayTree, TimeStep]]
     step: Callable[[Array, ArrayTree, Array], tuple[ArrayTree, TimeStep]]
+
+
+class HostStep(NamedTuple):
+    """What a pool of environments on the host says on arriving; numpy arrays, ``[B, ...]`` each.
+
+    Attributes:
+      timestep: its observation is as *sent*, see ``HostEnvironment.receive``. The arrays are new
+        ones at every step and never written again, so that a device may take them without a copy.
+      score: float32, the reward before any clipping: what returns are reported in.
+      over: bool, a whole game ends here, and its score with it. Not so where an agent is told
+        that an episode ended and the game goes on, as with lost lives.
+    """
+
+    timestep: TimeStep
+    score: np.ndarray
+    over: np.ndarray
+
+
+class Pool(Protocol):
+    """B environments on the host, stepped at once. Begins new episodes in the *next* step: the one
+    after an end ignores its action and arrives at the first observation."""
+
+    def reset(self) -> HostStep:
+        """Begins an episode in every environment."""
+        ...
+
+    def step(self, action: np.ndarray) -> HostStep:
+        """Takes actions ``[B, ...]``, in the environment's own units."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of processes, threads and memory."""
+        ...
+
+
+class HostEnvironment(NamedTuple):
+    """Environments on the host, in pools of any number.
+
+    Attributes:
+      spec: observation and action spaces, as agents see them.
+      make: ``(seeds, threads) -> Pool`` of as many environments as there are seeds, whose work is
+        spread over so many threads, where the pool has any.
+      sent: shape and dtype of one observation as it travels from host to device.
+      receive: ``(sent [B, ...], previous observation [B, ...]) -> observation [B, ...]``, on the
+        device.
+    """
+
+    spec: Spec
+    make: Callable[[Sequence[int], int], Pool]
+    sent: ArrayTree
+    receive: Callable[[ArrayTree, Array], Array]
 
 
 class LossAux(NamedTuple):

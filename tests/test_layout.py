@@ -15,10 +15,10 @@ FLOORS = [
     ["agents", "mesh", "envs", "learner"],
     ["rollout"],
     ["config"],
-    ["evaluate"],
+    ["evaluate", "parts"],
     ["metrics"],
     ["loop"],
-    ["cli", "anakin"],
+    ["cli", "anakin", "sebulba"],
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(ROOT.rglob("*.py"))

@@ -69,7 +69,15 @@ def train(
     program, sizes = prepare(config)
     # Only now: a run that can't start must not move an earlier one aside.
     writer = metrics.Writer(workdir, quiet=quiet)
-    writer.begin(config, sizes)
+    writer.begin(
+        config,
+        sizes,
+        {
+            "devices": f"{sizes.num_devices} x {jax.devices()[0].device_kind} "
+            f"({jax.default_backend()})",
+            "environments": f"{sizes.num_envs:,} = {sizes.num_devices} x {sizes.envs_per_device:,}",
+        },
+    )
     with clock.measure("compile"):
         compiled = compile_program(program, config)
         jax.block_until_ready(compiled.state)

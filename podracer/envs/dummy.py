@@ -5,7 +5,7 @@ dummy environment); the probes have values that can be computed by hand, each ad
 get wrong (after Andy Jones, https://andyljones.com/posts/rl-debugging.html).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from podracer.errors import ConfigError, unknown
-from podracer.types import Array, ArrayTree, Box, Discrete, Environment, Spec, TimeStep
+from podracer.types import (
+    Array,
+    ArrayTree,
+    Box,
+    Discrete,
+    Environment,
+    HostEnvironment,
+    HostStep,
+    Spec,
+    TimeStep,
+)
 
 
 def _spec(shape: tuple[int, ...], continuous: bool, actions: int = 2) -> Spec:
@@ -34,38 +44,70 @@ def counting(
     """Counts its steps: the observation is ``[count since the episode began, episode length]``.
 
     So ``count[t+1] == (count[t] + 1) * ~first[t+1]`` for any unroll of any agent, across unrolls
-    too. Rewards are the count arrived at; actions do nothing.
+    too. Rewards are the count arrived at; actions do nothing. Each episode is one step longer than
+    the last, up to ``length + vary`` and then ``length`` again; which one comes first is random.
 
     Args:
       length: of the shortest episode.
-      vary: episodes are up to this much longer, at random.
+      vary: the longest is so much longer.
       truncate: episodes are truncated, else terminated.
       next_step: a new episode begins in the step after the last one's end, else in the same.
     """
 
-    def begin(key: Array) -> Array:
-        return jnp.stack([0, length + jax.random.randint(key, (), 0, vary + 1)])
-
     def reset(key: Array) -> tuple[Array, TimeStep]:
-        state = begin(key)
+        state = jnp.stack([0, length + jax.random.randint(key, (), 0, vary + 1)])
         return state, _start(state)
 
     def step(key: Array, state: Array, action: Array) -> tuple[Array, TimeStep]:
-        del action
+        del key, action
         count, end = state[0] + 1, state[1]
         ended = count == end
         first = count > end if next_step else ended
-        restart = jnp.where(first, begin(key), jnp.stack([count, end]))
+        longer = length + (end - length + 1) % (vary + 1)
+        state = jnp.where(first, jnp.stack([0, longer]), jnp.stack([count, end]))
         discount = 0.0 if not truncate else 1.0
         timestep = TimeStep(
-            restart.astype(jnp.float32),
+            state.astype(jnp.float32),
             jnp.where(count > end, 0, count).astype(jnp.float32),
             jnp.where(ended, discount, 1.0),
             first,
         )
-        return restart, timestep
+        return state, timestep
 
     return Environment(_spec((2,), continuous=False), reset, step)
+
+
+class CountingPool:
+    """``counting(next_step=True)`` on the host, in numpy; a seed says which episode comes first."""
+
+    def __init__(
+        self, seeds: Sequence[int], length: int = 5, vary: int = 3, truncate: bool = False
+    ):
+        self._length, self._vary, self._truncate = length, vary, truncate
+        self._end = length + np.asarray(seeds) % (vary + 1)
+        self._count = np.zeros_like(self._end)
+
+    def reset(self) -> HostStep:
+        self._count[:] = 0
+        return self._arrive(np.ones(len(self._end), bool))
+
+    def step(self, action: np.ndarray) -> HostStep:
+        del action
+        first = self._count == self._end
+        longer = self._length + (self._end - self._length + 1) % (self._vary + 1)
+        self._end = np.where(first, longer, self._end)
+        self._count = np.where(first, 0, self._count + 1)
+        return self._arrive(first)
+
+    def _arrive(self, first: np.ndarray) -> HostStep:
+        ended = self._count == self._end
+        observation = np.stack([self._count, self._end], -1).astype(np.float32)
+        reward = self._count.astype(np.float32)
+        discount = np.where(ended & (not self._truncate), 0, 1).astype(np.float32)
+        return HostStep(TimeStep(observation, reward, discount, first), reward, ended)
+
+    def close(self) -> None:
+        pass
 
 
 Reward = Callable[[Array, Array], Array]
@@ -156,6 +198,23 @@ def memory(length: int = 3, continuous: bool = False) -> Environment:
 ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
     f.__name__: f for f in (counting, one, sign, delayed, choice, memory)
 }
+
+
+def make_host(
+    name: str, kwargs: Mapping[str, Any], params: Mapping[str, Any], *, newest_frame: bool = False
+) -> HostEnvironment:
+    """The counting environment on the host; ``kwargs`` are its arguments."""
+    if name != "counting":
+        raise unknown("dummy environment on the host", name, ("counting",))
+    if params or newest_frame:
+        raise ConfigError(f"dummy:{name} has neither env_params nor frames; use env_kwargs")
+    spec = _spec((2,), continuous=False)
+
+    def pool(seeds: Sequence[int], threads: int) -> CountingPool:
+        del threads
+        return CountingPool(seeds, **kwargs)
+
+    return HostEnvironment(spec, pool, spec.observation, lambda sent, _: sent)
 
 
 def make(name: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Environment:

@@ -18,12 +18,11 @@ from urllib.error import URLError
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
 from podracer.envs import spaces
 from podracer.errors import ConfigError, unknown
-from podracer.types import Array, ArrayTree, Box, Discrete, Environment, Spec, TimeStep
+from podracer.types import Array, ArrayTree, Environment, Spec, TimeStep
 
 # Only gymnax's drawing needs these, and they take longer to import than all the rest together.
 PLOTTING = ("matplotlib.pyplot", "seaborn")
@@ -111,18 +110,6 @@ def load(path: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Env
     return adapt(env, path, params)
 
 
-def _action_space(space: Any, name: str) -> Discrete | Box:
-    if hasattr(space, "n"):
-        return Discrete(int(space.n))
-    if hasattr(space, "low") and hasattr(space, "high"):
-        shape = tuple(space.shape)
-        low, high = (
-            np.broadcast_to(np.asarray(x, np.float32), shape) for x in (space.low, space.high)
-        )
-        return Box(shape, low, high)
-    raise ConfigError(f"{name} has the action space {space}; agents act in Discrete and Box spaces")
-
-
 def adapt(env: Any, name: str, changes: Mapping[str, Any]) -> Environment:
     """A gymnax environment as ours.
 
@@ -137,7 +124,7 @@ def adapt(env: Any, name: str, changes: Mapping[str, Any]) -> Environment:
         if key not in known:
             raise unknown(f"parameter of {name} in env_params", key, known)
     params = defaults.replace(**changes)
-    action = _action_space(env.action_space(params), name)
+    action = spaces.action_space(env.action_space(params), name)
     # A whole number in [0, n) is no quantity: it is given one-hot.
     classes = getattr(env.observation_space(params), "n", None)
 
@@ -151,10 +138,8 @@ def adapt(env: Any, name: str, changes: Mapping[str, Any]) -> Environment:
 
     def step(key: Array, state: GymnaxState, action_: Array) -> tuple[GymnaxState, TimeStep]:
         step_key, reset_key = jax.random.split(key)
-        if isinstance(action, Box):
-            action_ = spaces.to_box(action_, action)
         observation, env_state, reward, terminated, _ = env.step_env(
-            step_key, state.env, action_, params
+            step_key, state.env, spaces.to_environment(action_, action), params
         )
         terminated = jnp.asarray(terminated, bool) & ~state.truncated
         first = terminated | state.truncated

@@ -1,0 +1,152 @@
+"""The learner's side: takes an unroll of every actor thread, updates, publishes, keeps the time."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from podracer import mesh as mesh_lib
+from podracer.config import Sizes
+from podracer.loop import CallMetrics
+from podracer.metrics import Clock, Row
+from podracer.rollout import EpisodeMetrics
+from podracer.sebulba import actor as actor_lib
+from podracer.sebulba.pipeline import Channel, Publisher, Unroll
+from podracer.sebulba.program import TRAJECTORY_SPECS, State
+from podracer.types import Device, Weights
+
+LEARNER_WAIT, UPDATE, PUBLISH = "learner_wait", "learner_update", "learner_publish"
+
+
+class Learner:
+    """Consumes unrolls in the order of the threads, whatever the order they come in.
+
+    Attributes:
+      version: updates published so far.
+    """
+
+    def __init__(
+        self,
+        update: Callable[..., Any],
+        mesh: jax.sharding.Mesh,
+        actor_devices: Sequence[Device],
+        publisher: Publisher,
+        channels: Sequence[Channel],
+        sizes: Sizes,
+    ):
+        self._update, self._mesh, self._sizes = update, mesh, sizes
+        self._actor_devices, self._publisher, self._channels = actor_devices, publisher, channels
+        self._clock, self._seconds = Clock(), dict[str, float]()
+        self.version = 0
+
+    def publish(self, weights: Weights) -> None:
+        """Gives weights to all actor devices, once they are there."""
+        local = mesh_lib.local(weights)
+        copies = {device: jax.device_put(local, device) for device in self._actor_devices}
+        jax.block_until_ready(list(copies.values()))
+        self._publisher.publish(self.version, copies)
+
+    def step(self, state: State) -> tuple[State, CallMetrics]:
+        """``updates_per_call`` updates."""
+        start = time.monotonic()
+        losses: list[Any] = []
+        unrolls: list[Unroll] = []
+        lags: list[int] = []
+        for _ in range(self._sizes.updates_per_call):
+            with self._clock.measure(LEARNER_WAIT):
+                taken = [channel.get() for channel in self._channels]
+            with self._clock.measure(UPDATE):
+                trajectories = tuple(
+                    mesh_lib.from_parts(unroll.parts, self._mesh, TRAJECTORY_SPECS)
+                    for unroll in taken
+                )
+                state, weights, metrics = self._update(state, trajectories)
+                del trajectories
+                losses.append(jax.device_get(metrics))
+            lags += [self.version - unroll.version for unroll in taken]
+            # Their trajectories are done with: memory.
+            unrolls += [unroll._replace(parts=()) for unroll in taken]
+            self.version += 1
+            with self._clock.measure(PUBLISH):
+                self.publish(weights)
+        row = self._host_row(unrolls, lags)
+        # By the time a loop reads metrics one call late, this call is long over.
+        steps = self._sizes.updates_per_call * self._sizes.steps_per_update
+        row["time/steps_per_second"] = steps / (time.monotonic() - start)
+        stacked = jax.tree.map(lambda *x: np.stack(x), *losses)
+        return state, CallMetrics(stacked, _sum_episodes(unrolls), row)
+
+    def _host_row(self, unrolls: Sequence[Unroll], lags: Sequence[int]) -> Row:
+        """Lag, restarts, and seconds by what they went to: means an update, and over actors."""
+        threads, updates = len(self._channels), self._sizes.updates_per_call
+        seconds = {name: x / updates for name, x in self._clock.take().items()}
+        for unroll in unrolls:
+            for name, x in unroll.seconds.items():
+                name = f"actor_{name}"
+                seconds[name] = seconds.get(name, 0.0) + x / updates / threads
+        for name, x in seconds.items():
+            self._seconds[name] = self._seconds.get(name, 0.0) + x * updates
+        return {
+            "actor/restarts": sum(unroll.restarts for unroll in unrolls[-threads:]),
+            "lag/min": min(lags),
+            "lag/mean": sum(lags) / len(lags),
+            "lag/max": max(lags),
+            **{f"time/{name}": x for name, x in seconds.items()},
+        }
+
+    def report(self) -> dict[str, Any]:
+        """The whole run's seconds by what they went to, and what follows from them."""
+        return {"breakdown": dict(self._seconds), "report": describe(self._seconds)}
+
+
+def _sum_episodes(unrolls: Sequence[Unroll]) -> EpisodeMetrics:
+    return EpisodeMetrics(*np.sum([unroll.episodes for unroll in unrolls], axis=0))
+
+
+def describe(seconds: dict[str, float]) -> str:
+    """Where the time went, in a table and one sentence of advice.
+
+    Args:
+      seconds: of the run; those of actors are means over their threads.
+    """
+
+    def part(prefix: str) -> dict[str, float]:
+        return {
+            name.removeprefix(prefix): x for name, x in seconds.items() if name.startswith(prefix)
+        }
+
+    actor, learner = part("actor_"), part("learner_")
+    lines = [
+        f"  {who:<9}" + ", ".join(f"{name} {x:.1f} s" for name, x in times.items())
+        for who, times in (("actors", actor), ("learner", learner))
+    ]
+    return "\n".join(["where the time went:", *lines, advice(actor, learner)])
+
+
+def advice(actor: dict[str, float], learner: dict[str, float]) -> str:
+    """Which side waits for the other, and what to change, in one sentence."""
+    waits = {
+        "actors": actor.get(actor_lib.WAIT, 0.0) / max(sum(actor.values()), 1e-9),
+        "learner": learner.get("wait", 0.0) / max(sum(learner.values()), 1e-9),
+    }
+    side, share = max(waits.items(), key=lambda item: item[1])
+    if share < 0.1:
+        return "Neither side waits for the other for more than a tenth of its time: well balanced."
+    if side == "actors":
+        return (
+            f"Actors wait for the learner {share:.0%} of their time: more learner devices, fewer "
+            "epochs, or a smaller network would make the run faster."
+        )
+    slow = max(
+        (actor.get(what, 0.0), what) for what in (actor_lib.ENVIRONMENT, actor_lib.INFERENCE)
+    )
+    cure = {
+        actor_lib.ENVIRONMENT: "more CPU cores or cheaper environments",
+        actor_lib.INFERENCE: "more actor devices or more environments to a thread",
+    }[slow[1]]
+    return (
+        f"The learner waits for actors {share:.0%} of its time, which spend most of theirs on "
+        f"{slow[1]}: {cure} would make the run faster."
+    )

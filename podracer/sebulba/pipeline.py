@@ -1,0 +1,223 @@
+"""What actors and learner exchange, and who watches over them. Nothing here waits for ever.
+
+Each actor thread has a bounded ``Channel`` for its unrolls; weights go the other way by
+``Publisher``, by version. ``Supervisor`` starts the threads, notices one that failed or hangs, and
+stops all. Every wait ends when it says stop.
+"""
+
+import contextlib
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from podracer.errors import ActorError
+from podracer.rollout import EpisodeMetrics
+from podracer.types import Trajectory, Weights
+
+# How often whoever waits looks whether it should stop, in seconds.
+LOOK = 0.1
+# What stopping may take, in seconds, before threads that don't end are left behind.
+GRACE = 5.0
+
+
+class Stopped(Exception):  # noqa: N818
+    """No error: the run is ending, and a thread that sees this ends as well."""
+
+
+class Unroll(NamedTuple):
+    """What an actor thread gives the learner.
+
+    Attributes:
+      parts: of the trajectory, one on each learner device.
+      version: of the weights it was acted with.
+      episodes: numpy sums over the games that ended in it.
+      restarts: of its pool, so far.
+      seconds: what its time went to.
+    """
+
+    parts: tuple[Trajectory, ...]
+    version: int
+    episodes: EpisodeMetrics
+    restarts: int
+    seconds: dict[str, float]
+
+
+class Supervisor:
+    """Starts threads and ends them all, for good or when one of them fails.
+
+    As a context manager it ends them when the block does. Threads are daemons: one that hangs in
+    C++ can't be ended, and must not keep the process.
+
+    Attributes:
+      stopping: set when everything has to end.
+    """
+
+    def __init__(self, timeout: float):
+        """``timeout``: seconds in which a thread must get on with what it is doing."""
+        self.stopping = threading.Event()
+        self._timeout = timeout
+        self._threads: dict[str, threading.Thread] = {}
+        self._doing: dict[str, tuple[str, float]] = {}
+        self._failure: tuple[str, BaseException] | None = None
+
+    def start(self, name: str, body: Callable[[], None]) -> None:
+        """Runs ``body`` in a thread of that name."""
+
+        def run() -> None:
+            try:
+                body()
+            except Stopped:
+                pass
+            except BaseException as error:
+                # The first failure is the cause, what follows it are consequences.
+                self._failure = self._failure or (name, error)
+                self.stopping.set()
+
+        thread = self._threads[name] = threading.Thread(target=run, name=name, daemon=True)
+        thread.start()
+
+    @contextlib.contextmanager
+    def watch(self, what: str) -> Iterator[None]:
+        """The calling thread is doing something that could hang."""
+        name = threading.current_thread().name
+        self._doing[name] = (what, time.monotonic())
+        try:
+            yield
+        finally:
+            del self._doing[name]
+
+    def check_stopping(self) -> None:
+        """Raises ``Stopped`` when everything has to end: for threads to call now and then."""
+        if self.stopping.is_set():
+            raise Stopped
+
+    def check(self) -> None:
+        """Raises ``ActorError`` if a thread has failed or hangs."""
+        if self._failure is not None:
+            name, error = self._failure
+            text = "".join(traceback.format_exception(error))
+            raise ActorError(f"thread {name!r} failed: {error!r}\n{text}") from error
+        for name, (what, since) in list(self._doing.items()):
+            if time.monotonic() - since > self._timeout:
+                frame = sys._current_frames().get(self._threads[name].ident or 0)
+                text = "".join(traceback.format_stack(frame)) if frame else ""
+                raise ActorError(
+                    f"thread {name!r} hangs: {what} has taken more than "
+                    f"sebulba.timeout_s={self._timeout:g} seconds\n{text}"
+                )
+
+    def wait(self, done: Callable[[float], bool]) -> None:
+        """Calls ``done(seconds)``, which waits that long at most, until it is true.
+
+        Raises:
+          Stopped: in a thread, when the run ends.
+          ActorError: in the main thread, see ``check``.
+        """
+        main = threading.current_thread().name not in self._threads
+        while not done(LOOK):
+            if main:
+                self.check()
+            else:
+                self.check_stopping()
+
+    def call(self, name: str, function: Callable[[], Any]) -> Any:
+        """What a function gives, run in a watched thread of that name."""
+        out: list[Any] = []
+        self.start(name, lambda: out.append(function()))
+        thread = self._threads[name]
+
+        def done(seconds: float) -> bool:
+            thread.join(seconds)
+            return bool(out)
+
+        self.wait(done)
+        return out[0]
+
+    def close(self) -> None:
+        """Ends all threads that can be ended."""
+        self.stopping.set()
+        deadline = time.monotonic() + GRACE
+        for thread in self._threads.values():
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def __enter__(self) -> "Supervisor":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Channel:
+    """A bounded queue from one actor thread to the learner."""
+
+    def __init__(self, supervisor: Supervisor):
+        self._queue: queue.Queue[Unroll] = queue.Queue(maxsize=1)
+        self._supervisor = supervisor
+
+    def put(self, unroll: Unroll) -> None:
+        """Waits for room."""
+
+        def done(seconds: float) -> bool:
+            try:
+                self._queue.put(unroll, timeout=seconds)
+            except queue.Full:
+                return False
+            return True
+
+        self._supervisor.wait(done)
+
+    def get(self) -> Unroll:
+        """Waits for an unroll."""
+        out: list[Unroll] = []
+
+        def done(seconds: float) -> bool:
+            try:
+                out.append(self._queue.get(timeout=seconds))
+            except queue.Empty:
+                return False
+            return True
+
+        self._supervisor.wait(done)
+        return out[0]
+
+
+class Publisher:
+    """The weights of the newest versions, on every actor device."""
+
+    def __init__(self, supervisor: Supervisor, keep: int):
+        """``keep``: how many versions stay."""
+        self._supervisor = supervisor
+        self._keep = keep
+        self._versions: dict[int, dict[Any, Weights]] = {}
+        self._changed = threading.Condition()
+
+    def publish(self, version: int, weights: dict[Any, Weights]) -> None:
+        """Adds a version; weights, by actor device, must be ready."""
+        with self._changed:
+            self._versions[version] = weights
+            for old in sorted(self._versions)[: -self._keep]:
+                del self._versions[old]
+            self._changed.notify_all()
+
+    def get(self, device: Any, version: int | None) -> tuple[int, Weights]:
+        """Waits for this version; None takes the newest there is.
+
+        Returns:
+          The version and its weights on that device.
+        """
+
+        def there(seconds: float) -> bool:
+            with self._changed:
+                return self._changed.wait_for(lambda: has(), seconds)
+
+        def has() -> bool:
+            return bool(self._versions) if version is None else version in self._versions
+
+        self._supervisor.wait(there)
+        with self._changed:
+            chosen = max(self._versions) if version is None else version
+            return chosen, self._versions[chosen][device]

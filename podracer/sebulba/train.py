@@ -1,0 +1,272 @@
+"""Trains by Sebulba: wires actors, learner and loop together."""
+
+import os
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from podracer import config as config_lib
+from podracer import envs, loop, metrics, prng
+from podracer import mesh as mesh_lib
+from podracer import parts as parts_lib
+from podracer.config import Config, Sizes
+from podracer.errors import ConfigError
+from podracer.evaluate import Episodes, HostEvaluation
+from podracer.parts import Parts
+from podracer.rollout import HostUnroll
+from podracer.sebulba import actor as actor_lib
+from podracer.sebulba import program
+from podracer.sebulba.actor import Actor, Schedule
+from podracer.sebulba.learner import Learner
+from podracer.sebulba.pipeline import Channel, Publisher, Supervisor
+from podracer.sebulba.program import ActorShapes, Step
+from podracer.types import HostEnvironment, Pool
+
+
+class Run(NamedTuple):
+    """All that a run is made of, before anything is compiled or started.
+
+    Attributes:
+      config: of the run.
+      sizes: of the run.
+      env: where.
+      parts: who acts and learns.
+      split: which of this host's devices act and which learn.
+      mesh: over the learner devices of all processes.
+      step: the learner's functions.
+      unroll: an actor's functions.
+      shapes: of what an actor's functions take and give.
+      key: of the run.
+    """
+
+    config: Config
+    sizes: Sizes
+    env: HostEnvironment
+    parts: Parts
+    split: mesh_lib.Split
+    mesh: jax.sharding.Mesh
+    step: Step
+    unroll: HostUnroll
+    shapes: ActorShapes
+    key: jax.Array
+
+    def trajectories(self) -> tuple[Any, ...]:
+        """Shapes of what one update takes: a trajectory of each thread, over all learners."""
+        one = mesh_lib.global_shapes(self.shapes.parts[0], self.mesh, program.TRAJECTORY_SPECS)
+        return (one,) * self.num_threads
+
+    @property
+    def num_threads(self) -> int:
+        """Actor threads of this host."""
+        return len(self.split.actors) * self.config.sebulba.threads
+
+
+def prepare(config: Config, env: HostEnvironment | None = None) -> Run:
+    """Everything that can be wrong with a configuration is found here, before it compiles.
+
+    Args:
+      config: of the run.
+      env: takes the place of the config's environment.
+
+    Raises:
+      ConfigError: an impossible setting.
+    """
+    options = config.sebulba
+    if config.stagger:
+        raise ConfigError(
+            f"stagger={config.stagger} is for environments written in JAX; set it to 0"
+        )
+    if env is None:
+        env = envs.make_host(
+            config.env, config.env_kwargs, config.env_params, newest_frame=options.newest_frame
+        )
+    mesh_lib.start(config.cpu_devices or 1, wanted=config.cpu_devices > 0)
+    split = mesh_lib.split(
+        jax.local_devices(),
+        options.actor_devices,
+        options.learner_devices,
+        options.learners_per_actor,
+    )
+    num_threads = len(split.actors) * options.threads
+    sizes = config_lib.sizes(config, len(split.learners), num_threads)
+    mesh = mesh_lib.make_mesh(split.learners)
+    parts = parts_lib.make(config, env.spec, sizes)
+    key = prng.key(config.seed)
+    step = program.make_step(parts, mesh, num_threads)
+    unroll = program.make_unroll(config, env, parts, key, len(split.learners))
+    # Traced without compiling: shapes that don't fit each other are found by this.
+    state, weights = jax.eval_shape(step.init, key)
+    shapes = program.actor_shapes(unroll, env, weights, sizes.num_envs // num_threads)
+    run = Run(config, sizes, env, parts, split, mesh, step, unroll, shapes, key)
+    jax.eval_shape(step.update, state, run.trajectories())
+    return run
+
+
+def make_actors(run: Run) -> list[Actor]:
+    """The actor threads of this host.
+
+    Thread k of K steps this host's environments k, k + K, k + 2K, ... (see ``program.interleave``).
+    """
+    process, count = jax.process_index(), run.num_threads
+    local = run.sizes.num_envs // jax.process_count()
+    pool_threads = run.config.sebulba.pool_threads or max(1, cores() // count)
+    actors = []
+    for k in range(count):
+        number = k // run.config.sebulba.threads
+        env_ids = (process * local + np.arange(k, local, count)).astype(np.int32)
+
+        def make_pool(restarts: int, env_ids: np.ndarray = env_ids) -> Pool:
+            seeds = pool_seeds(run.config, env_ids, restarts)
+            return run.env.make(seeds, pool_threads)
+
+        actors.append(
+            Actor(
+                f"actor {number}.{k % run.config.sebulba.threads}",
+                run.split.actors[number],
+                run.split.learners,
+                env_ids,
+                make_pool,
+            )
+        )
+    return actors
+
+
+def pool_seeds(config: Config, env_ids: np.ndarray, generation: int) -> list[int]:
+    """Seeds of environments on the host: no two of a run are the same.
+
+    A run's seeds are consecutive numbers from a place that is drawn by its own seed, so that runs
+    with neighbouring seeds share none either (but by a chance of the number of seeds in 2^31).
+
+    Args:
+      config: of the run.
+      env_ids: global numbers; evaluation's come after those of training.
+      generation: how often the pool was rebuilt.
+    """
+    total = config.num_envs + config.evaluation.episodes
+    start = int(np.random.SeedSequence(config.seed).generate_state(1, np.uint64)[0])
+    return [(start + generation * total + int(i)) % 2**31 for i in env_ids]
+
+
+def cores() -> int:
+    """CPU cores this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def make_evaluate(run: Run, supervisor: Supervisor) -> tuple[HostEvaluation, Any]:
+    """Evaluation on the first actor device, in a thread of its own: there a hang is noticed.
+
+    Returns:
+      What to close at the end, and ``(State) -> Episodes``.
+    """
+    config, device = run.config, run.split.actors[0]
+    ids = config.num_envs + np.arange(config.evaluation.episodes)
+
+    def make_pool() -> Pool:
+        return run.env.make(pool_seeds(config, ids, 0), config.sebulba.pool_threads or cores())
+
+    make_key = jax.jit(parts_lib.evaluation_key)
+    evaluation = HostEvaluation(run.env, run.parts.agent, config.evaluation, make_pool)
+
+    def evaluate(state: program.State) -> Episodes:
+        key = make_key(state.key, state.train.step)
+        weights, key = jax.device_put(mesh_lib.local((state.train.weights, key)), device)
+        return supervisor.call("evaluation", lambda: evaluation(weights, key, supervisor.watch))
+
+    return evaluation, evaluate
+
+
+def train(
+    config: Any, workdir: str | os.PathLike[str] | None = None, *, quiet: bool = False
+) -> loop.Result:
+    """Trains an agent on environments of the host.
+
+    Args:
+      config: a ``ConfigDict`` as ``podracer.config.default_config`` gives it, or a ``Config``.
+      workdir: folder for config.json, metrics.jsonl and summary.json; None writes nothing.
+      quiet: print nothing.
+
+    Returns:
+      The trained weights, all rows of metrics, and the summary.
+
+    Raises:
+      ConfigError: an impossible setting, before anything compiles.
+      DivergedError: a loss or gradient became NaN or infinite.
+      ActorError: a thread failed or hangs.
+    """
+    clock = metrics.Clock()
+    run = prepare(config_lib.parse(config))
+    # Only now: a run that can't start must not move an earlier one aside.
+    writer = metrics.Writer(workdir, quiet=quiet)
+    writer.begin(run.config, run.sizes, layout(run))
+    return start(run, writer, clock)
+
+
+def start(run: Run, writer: metrics.Writer, clock: metrics.Clock) -> loop.Result:
+    """Compiles, starts the actors and trains."""
+    config, sizes, options = run.config, run.sizes, run.config.sebulba
+    with clock.measure("compile"):
+        state, weights = jax.jit(run.step.init)(run.key)
+        update = jax.jit(run.step.update, donate_argnums=0).lower(state, run.trajectories())
+        update = update.compile()
+        functions = {
+            device: program.compile_unroll(run.unroll, run.shapes, device)
+            for device in run.split.actors
+        }
+        jax.block_until_ready(state)
+    schedule = Schedule(
+        sizes.num_updates,
+        sizes.unroll_length,
+        None if options.free_running else options.lag,
+        options.max_restarts,
+    )
+    with Supervisor(options.timeout_s) as supervisor:
+        publisher = Publisher(supervisor, keep=1 + options.lag)
+        channels = []
+        for actor in make_actors(run):
+            channels.append(Channel(supervisor))
+            supervisor.start(
+                actor.name,
+                partial(
+                    actor_lib.run,
+                    actor,
+                    run.env,
+                    functions[actor.device],
+                    schedule,
+                    publisher,
+                    channels[-1],
+                    supervisor,
+                ),
+            )
+        evaluation, evaluate = make_evaluate(run, supervisor)
+        learner = Learner(update, run.mesh, run.split.actors, publisher, channels, sizes)
+        learner.publish(weights)
+        try:
+            return loop.run(
+                state,
+                step=learner.step,
+                evaluate=evaluate,
+                config=config,
+                sizes=sizes,
+                writer=writer,
+                clock=clock,
+                report=learner.report,
+            )
+        finally:
+            evaluation.close()
+
+
+def layout(run: Run) -> dict[str, str]:
+    """What runs where, for people."""
+    threads, options = run.num_threads, run.config.sebulba
+    actors, learners = ([device.id for device in devices] for devices in run.split)
+    kind = run.split.actors[0].device_kind
+    lag = "free running" if options.free_running else f"lag {options.lag}"
+    return {
+        "actors": f"devices {actors} ({kind}), {options.threads} threads each, {lag}",
+        "learners": f"devices {learners}",
+        "environments": f"{run.sizes.num_envs:,} = {threads} pools of "
+        f"{run.sizes.num_envs // jax.process_count() // threads:,}",
+    }

@@ -1,0 +1,184 @@
+"""Environments on the host: what their pools say, by the one convention of ``types.Pool``."""
+
+import importlib
+
+import jax
+import numpy as np
+import pytest
+
+from podracer import envs
+from podracer.envs import dummy
+from podracer.errors import ConfigError
+
+
+def play(env, steps, seeds=(1, 2, 3, 4), actions=None):
+    """Time steps, scores and ends of a pool under random or given actions, ``[steps + 1, B]``."""
+    pool = env.make(list(seeds), 1)
+    rng = np.random.default_rng(0)
+    arrivals = [pool.reset()]
+    for t in range(steps):
+        if actions is not None:
+            action = actions[t]
+        elif hasattr(env.spec.action, "num_actions"):
+            action = rng.integers(0, env.spec.action.num_actions, len(seeds), np.int32)
+        else:
+            low, high = env.spec.action.low, env.spec.action.high
+            action = rng.uniform(low, high, (len(seeds), *low.shape)).astype(np.float32)
+        arrivals.append(pool.step(action))
+    pool.close()
+    return jax.tree.map(lambda *x: np.stack(x), *arrivals)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "kwargs"),
+    [
+        ("envpool:CartPole-v1", {"max_episode_steps": 14}),
+        ("gymnasium:CartPole-v1", {"max_episode_steps": 14}),
+        ("dummy:counting", {"truncate": True}),
+        ("dummy:counting", {}),
+    ],
+)
+def test_an_episode_begins_in_the_step_after_an_end(env_id, kwargs):
+    out = play(envs.make_host(env_id, kwargs, {}), 200)
+    timestep = out.timestep
+    assert timestep.first[0].all()
+    assert (timestep.discount[0] == 1).all()
+    np.testing.assert_array_equal(timestep.first[1:], out.over[:-1])
+    assert (timestep.reward[timestep.first] == 0).all()
+    # No end without a reason: terminated, or as long as an episode may be.
+    terminated = timestep.discount == 0
+    assert out.over[terminated].all()
+    if "max_episode_steps" in kwargs:
+        assert terminated.any()
+        length = np.zeros(4)
+        for t in range(1, 201):
+            length = np.where(timestep.first[t], 0, length + 1)
+            truncated = out.over[t] & ~terminated[t]
+            assert (length[truncated] == 14).all()
+            assert (length <= 14).all()
+        assert (out.over & ~terminated).any()
+    else:
+        assert (out.over & terminated).any() != kwargs.get("truncate", False)
+
+
+def test_a_lost_life_ends_an_episode_but_not_the_game():
+    kwargs = {"episodic_life": True, "reward_clip": True}
+    out = play(envs.make_host("envpool:SpaceInvaders-v5", kwargs, {}), 900)
+    ended = out.timestep.discount == 0
+    assert ended.sum() >= 2 * out.over.sum() > 0
+    assert (ended[out.over]).all()
+    np.testing.assert_array_equal(out.timestep.first[1:], ended[:-1])
+    # Rewards are clipped, the score is the game's own.
+    assert out.timestep.reward.max() == 1
+    assert out.score.max() >= 5
+    np.testing.assert_array_equal(np.sign(out.score), out.timestep.reward)
+
+
+@pytest.mark.parametrize("episodic_life", [True, False])
+def test_the_newest_frames_stacked_on_the_device_are_the_stack(episodic_life):
+    kwargs = {"episodic_life": episodic_life, "max_episode_steps": 120}
+    whole, newest = (
+        envs.make_host("envpool:Breakout-v5", kwargs, {}, newest_frame=frame)
+        for frame in (False, True)
+    )
+    rng = np.random.default_rng(0)
+    actions = rng.integers(0, 4, (260, 4), np.int32)
+    expected, sent = (play(env, 260, actions=actions) for env in (whole, newest))
+    receive = jax.jit(newest.receive)
+    observation = np.zeros((4, 84, 84, 4), np.uint8)
+    assert expected.timestep.first.sum() > 8
+    for t in range(261):
+        now = jax.tree.map(lambda x: x[t], sent.timestep.observation)  # noqa: B023
+        assert now["frame"].shape == (4, 84, 84)
+        observation = receive(now, observation)
+        one = whole.receive(expected.timestep.observation[t], observation)
+        np.testing.assert_array_equal(observation, one)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "shape", "dtype"),
+    [
+        ("envpool:Pong-v5", (84, 84, 4), np.uint8),
+        ("envpool:CoinrunEasy-v0", (64, 64, 3), np.uint8),
+        ("envpool:gfootball/academy_empty_goal_close-v1", (72, 96, 4), np.uint8),
+        ("envpool:HalfCheetah-v4", (17,), np.float32),
+        ("envpool:LunarLander-v3", (8,), np.float32),
+        ("envpool:Taxi-v3", (500,), np.float32),
+        ("gymnasium:CliffWalking-v1", (48,), np.float32),
+        ("gymnasium:Pendulum-v1", (3,), np.float32),
+    ],
+)
+def test_what_agents_see(env_id, shape, dtype):
+    env = envs.make_host(env_id, {}, {})
+    assert (env.spec.observation.shape, env.spec.observation.dtype) == (shape, dtype)
+    out = play(env, 3, seeds=(1, 2))
+    observation = env.receive(out.timestep.observation[-1], np.zeros((2, *shape), dtype))
+    assert (observation.shape, observation.dtype) == ((2, *shape), dtype)
+    assert out.timestep.reward.dtype == out.timestep.discount.dtype == np.float32
+    if env_id == "envpool:Pong-v5":
+        # Time runs along the last axis: the newest frame is the last.
+        np.testing.assert_array_equal(observation[..., -1], out.timestep.observation[-1][:, -1])
+
+
+@pytest.mark.parametrize(
+    ("env_id", "kwargs", "message"),
+    [
+        ("envpool:Pongg-v5", {}, "did you mean Pong-v5"),
+        ("envpool:Pong-v5", {"episodic_lives": True}, "did you mean episodic_life"),
+        ("envpool:Pong-v5", {"num_envs": 3}, "num_envs"),
+        ("envpool:MiniGrid-Empty-5x5-v0", {}, "observes Dict"),
+        ("gymnasium:CartPole-v7", {}, "CartPole-v1"),
+        ("gymnasium:LunarLandr-v3", {}, "LunarLander-v3"),
+        ("gymnasium:CartPole-v1", {"colour": 1}, "colour"),
+        ("gymnasium:Blackjack-v1", {}, "observes Tuple"),
+        ("gymnax:CartPole-v1", {}, "podracer.anakin"),
+        ("envpol:Pong-v5", {}, "envpool"),
+        ("Pong-v5", {}, "names no suite"),
+        ("dummy:sign", {}, "counting"),
+    ],
+)
+def test_bad_input_is_named(env_id, kwargs, message):
+    with pytest.raises(ConfigError, match=message):
+        envs.make_host(env_id, kwargs, {})
+
+
+def test_anakin_says_who_steps_environments_of_the_host():
+    with pytest.raises(ConfigError, match=r"podracer\.sebulba"):
+        envs.make("envpool:Pong-v5", {}, {})
+
+
+def test_frames_that_are_not_there_can_not_be_sent():
+    for env_id in ("envpool:CartPole-v1", "gymnasium:CartPole-v1", "dummy:counting"):
+        with pytest.raises(ConfigError, match="frame"):
+            envs.make_host(env_id, {}, {}, newest_frame=True)
+    with pytest.raises(ConfigError, match="colours"):
+        envs.make_host("envpool:Pong-v5", {"gray_scale": False}, {}, newest_frame=True)
+
+
+def test_a_missing_envpool_is_named(monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[sebulba\]'"):
+        envs.make_host("envpool:Pong-v5", {}, {})
+
+
+def test_seeds_are_the_environments_own():
+    """The same seeds play the same games, and each environment its own."""
+    env = envs.make_host("envpool:CartPole-v1", {}, {})
+    actions = np.random.default_rng(0).integers(0, 2, (50, 4), np.int32)
+    one, again = (play(env, 50, (5, 6, 7, 8), actions) for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, one, again)
+    assert len(np.unique(one.timestep.observation[0], axis=0)) == 4
+    shifted = play(env, 50, (6, 7, 8, 9), np.roll(actions, -1, 1))
+    np.testing.assert_array_equal(
+        shifted.timestep.observation[:, :3], one.timestep.observation[:, 1:]
+    )
+
+
+def test_counting_on_the_host_counts():
+    out = play(dummy.make_host("counting", {}, {}), 100, seeds=range(4))
+    count, first = out.timestep.observation[..., 0], out.timestep.first
+    np.testing.assert_array_equal(count[1:], (count[:-1] + 1) * ~first[1:])
+    np.testing.assert_array_equal(out.timestep.observation[0, :, 1], [5, 6, 7, 8])

@@ -1,0 +1,277 @@
+"""Sebulba as a whole: the same learning as Anakin's, whatever the devices, threads and timing."""
+
+import importlib
+import itertools
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from podracer import envs, metrics, parts, returns
+from podracer.envs import dummy
+from podracer.nets import actor_critic
+from podracer.sebulba import actor as actor_lib
+from podracer.sebulba import learner as learner_lib
+from podracer.sebulba import program
+from podracer.sebulba.pipeline import Channel, Publisher, Supervisor
+from podracer.types import Trajectory
+from tests import faulty
+from tests.helpers import make_config, make_run
+from tests.test_anakin import AGENTS, flat
+
+# The package's attribute of this name is the function.
+train_lib = importlib.import_module("podracer.sebulba.train")
+
+
+def sebulba_config(**changes):
+    return make_config(**{"env": "dummy:counting", "cpu_devices": 8, **changes})
+
+
+def train(config, env=None):
+    """A whole run: result of ``train``, with threads and all."""
+    run = train_lib.prepare(config, env)
+    return train_lib.start(run, metrics.Writer(None, quiet=True), metrics.Clock())
+
+
+def weights_of(result) -> np.ndarray:
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(jax.device_get(result.weights))])
+
+
+def unrolls(config, count, env=None, max_restarts=0):
+    """What the only actor thread of a config sends, acting with the first weights throughout."""
+    run = train_lib.prepare(config, env)
+    assert run.num_threads == 1
+    _, weights = jax.jit(run.step.init)(run.key)
+    device = run.split.actors[0]
+    functions = program.compile_unroll(run.unroll, run.shapes, device)
+    schedule = actor_lib.Schedule(count, run.sizes.unroll_length, None, max_restarts)
+    with Supervisor(30.0) as supervisor:
+        publisher, channel = Publisher(supervisor, keep=1), Channel(supervisor)
+        publisher.publish(0, {device: jax.device_put(jax.device_get(weights), device)})
+        supervisor.start(
+            "actor",
+            lambda: actor_lib.run(
+                train_lib.make_actors(run)[0],
+                run.env,
+                functions,
+                schedule,
+                publisher,
+                channel,
+                supervisor,
+            ),
+        )
+        taken = [channel.get() for _ in range(count)]
+    return run, weights, taken
+
+
+def joined(parts) -> Trajectory:
+    """A trajectory of its parts, in numpy."""
+    parts = jax.device_get(list(parts))
+    steps = [x.replace(carry=()) for x in parts]
+    carry = jax.tree.map(lambda *x: np.concatenate(x), *(x.carry for x in parts))
+    return jax.tree.map(lambda *x: np.concatenate(x, 1), *steps).replace(carry=carry)
+
+
+SOLO = {"sebulba__actor_devices": (0,), "sebulba__learner_devices": (0,), "sebulba__threads": 1}
+
+
+def same_phases(monkeypatch, config):
+    """Gives the host's counting environments the first episodes that Anakin's have."""
+    _, _, state, step = make_run(config)
+    phases = np.asarray(state.rollout.timestep.observation[:, 1]) - 5
+    monkeypatch.setattr(
+        train_lib, "pool_seeds", lambda _, env_ids, __: phases[env_ids % len(phases)].astype(int)
+    )
+    return state, step
+
+
+@pytest.mark.parametrize(("agent", "core"), [("ppo", "gru"), ("vtrace", "none")])
+def test_counting_in_jax_and_on_the_host_give_the_same_updates(agent, core, monkeypatch):
+    """Anakin and Sebulba without lag: trajectories and so weights, over several updates."""
+    changes = {
+        "agent": agent,
+        "network__core": core,
+        "num_envs": 16,
+        "total_steps": 5 * 16 * 8,
+        "normalize_observations": True,
+        "normalize_rewards": True,
+    }
+    config = make_config(env="dummy:counting", env_kwargs={"next_step": True}, **changes)
+    state, step = same_phases(monkeypatch, config)
+    for _ in range(5):
+        state, anakin = step(state)
+    result = train(
+        sebulba_config(
+            **changes,
+            sebulba__lag=0,
+            sebulba__actor_devices=(0, 1),
+            sebulba__learner_devices=(2, 3),
+        )
+    )
+    np.testing.assert_allclose(weights_of(result), flat(state), atol=2e-5)
+    last = result.metrics[-1]
+    for name, value in anakin.losses.items():
+        np.testing.assert_allclose(last[f"loss/{name}"], value[-1], rtol=1e-3, atol=1e-4)
+
+
+def test_counting_in_jax_and_on_the_host_give_the_same_trajectories(monkeypatch):
+    changes = {"num_envs": 16, "unroll_length": 12, "network__core": "gru"}
+    config = make_config(env="dummy:counting", env_kwargs={"next_step": True}, **changes)
+    state, _ = same_phases(monkeypatch, config)
+    env = envs.make(config.env, config.env_kwargs, {})
+    _, weights, taken = unrolls(sebulba_config(**changes, **SOLO), 3)
+    agent = parts.make(config, env.spec, train_lib.prepare(config_of(config)).sizes).agent
+    envs_state = state.rollout
+    for n, unroll in enumerate(taken):
+        key, _ = parts.update_keys(state.key, n)
+        envs_state, expected, _ = jax.jit(
+            lambda w, s, k: train_lib.program.rollout.unroll(env, agent, w, s, k, 12)
+        )(weights, envs_state, key)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+            joined(unroll.parts),
+            jax.device_get(expected),
+        )
+        assert expected.timestep.first.sum() > 0
+
+
+def config_of(config):
+    """Anakin's config for Sebulba's functions."""
+    return sebulba_config(num_envs=config.num_envs, unroll_length=config.unroll_length, **SOLO)
+
+
+@AGENTS
+def test_devices_do_not_change_what_is_learned(agent):
+    """2 + 6, 1 + 7, 4 + 4 and one shared device: the same schedule, the same result."""
+
+    def result(actors, learners, threads):
+        config = sebulba_config(
+            agent=agent,
+            num_envs=336,
+            total_steps=4 * 336 * 8,
+            num_minibatches=2,
+            learning_rate=1e-3,
+            normalize_observations=True,
+            sebulba__actor_devices=actors,
+            sebulba__learner_devices=learners,
+            sebulba__threads=threads,
+        )
+        return train(config)
+
+    shared = result((0,), (0,), 4)
+    for actors, learners, threads in (
+        ((0, 1), tuple(range(2, 8)), 2),
+        ((0,), tuple(range(1, 8)), 4),
+        ((0, 1, 2, 3), (4, 5, 6, 7), 1),
+    ):
+        other = result(actors, learners, threads)
+        np.testing.assert_allclose(weights_of(other), weights_of(shared), atol=2e-5)
+        for a, b in zip(other.metrics, shared.metrics, strict=True):
+            assert a["train/episodes"] == b["train/episodes"]
+            np.testing.assert_allclose(a["loss/total"], b["loss/total"], rtol=1e-3, atol=1e-4)
+
+
+def test_timing_changes_nothing(monkeypatch):
+    """Two runs with one seed give the same bits, with random delays in actors and learner."""
+    publish = learner_lib.Learner.publish
+
+    def run(delays: int, seed: int = 0):
+        rng = np.random.default_rng(delays)
+
+        def late(self, weights):
+            time.sleep(rng.uniform(0, 0.05))
+            publish(self, weights)
+
+        monkeypatch.setattr(learner_lib.Learner, "publish", late)
+        env = faulty.host(lambda seeds: faulty.Delayed(dummy.CountingPool(seeds), rng))
+        changes = {"num_envs": 36, "total_steps": 8 * 36 * 8, "seed": seed}
+        return train(sebulba_config(**changes, sebulba__threads=3), env)
+
+    one, other = run(1), run(2)
+    np.testing.assert_array_equal(weights_of(one), weights_of(other))
+    assert (weights_of(one) != weights_of(run(1, seed=1))).mean() > 0.5
+    for n, row in enumerate(one.metrics):
+        lag = min(n, 1)
+        assert (row["lag/min"], row["lag/mean"], row["lag/max"]) == (lag, lag, lag)
+
+
+def test_running_free_takes_the_newest_weights_and_says_how_old_they_were():
+    changes = {"num_envs": 24, "total_steps": 20 * 24 * 8}
+    result = train(sebulba_config(**changes, sebulba__free_running=True))
+    assert len(result.metrics) == 20
+    for row in result.metrics:
+        assert 0 <= row["lag/min"] <= row["lag/mean"] <= row["lag/max"] <= 3
+
+
+def test_rewards_belong_to_the_action_that_earned_them():
+    config = sebulba_config(num_envs=4, unroll_length=10, **SOLO)
+    _, _, taken = unrolls(config, 3, faulty.host(faulty.EchoPool))
+    for unroll in taken:
+        trajectory = joined(unroll.parts)
+        step = trajectory.timestep.observation[:-1, :, 0]
+        last = step == faulty.LENGTH
+        reward = trajectory.timestep.reward[1:]
+        np.testing.assert_array_equal(reward, np.where(last, 0, 10 * step + trajectory.action))
+        assert trajectory.action.std() > 0
+        # The step of an autoreset teaches nothing, and no other step is left out.
+        np.testing.assert_array_equal(returns.valid(trajectory.timestep), ~last)
+        # An episode that was truncated goes on from its true last observation.
+        assert (trajectory.timestep.discount == 1).all()
+        np.testing.assert_array_equal(trajectory.timestep.first[1:], last)
+    # Unrolls follow each other without a gap.
+    for before, after in itertools.pairwise(taken):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_array_equal(a[-1], b[0]),
+            joined(before.parts).timestep,
+            joined(after.parts).timestep,
+        )
+
+
+def test_games_are_summed_up_as_they_were_played():
+    config = sebulba_config(num_envs=4, unroll_length=24, **SOLO)
+    _, _, taken = unrolls(config, 2, faulty.host(faulty.EchoPool))
+    both = [joined(x.parts) for x in taken]
+    reward = np.concatenate([x.timestep.reward[1:] for x in both])
+    # 48 steps are 6 games of 7 steps and a reset each.
+    assert sum(x.episodes.episodes for x in taken) == 6 * 4
+    assert sum(x.episodes.length for x in taken) == 6 * 4 * 7
+    np.testing.assert_allclose(sum(x.episodes.ret for x in taken), reward.sum())
+
+
+def test_memory_stays_on_the_actor_device_and_is_stored_with_each_unroll():
+    """The learner's unroll from the stored memory gives the log-probabilities of the actor's."""
+    config = sebulba_config(
+        num_envs=8,
+        network__core="lstm",
+        sebulba__actor_devices=(1,),
+        sebulba__learner_devices=(2, 3),
+        sebulba__threads=1,
+    )
+    run, weights, taken = unrolls(config, 3)
+    network = actor_critic.make(run.env.spec, config.network)
+    for n, unroll in enumerate(taken):
+        assert [next(iter(p.action.devices())).id for p in unroll.parts] == [2, 3]
+        trajectory = joined(unroll.parts)
+        _, policy, _ = network.apply(
+            jax.device_get(weights.params),
+            trajectory.carry.memory,
+            trajectory.timestep.observation[:-1],
+            trajectory.timestep.first[:-1],
+        )
+        log_prob = network.distribution(policy).log_prob(trajectory.action)
+        np.testing.assert_allclose(log_prob, trajectory.extras["log_prob"], atol=1e-5)
+        assert (np.abs(jax.tree.leaves(trajectory.carry.memory)[0]).max() > 0) == (n > 0)
+
+
+def test_no_two_environments_share_a_seed():
+    config = sebulba_config(num_envs=108, sebulba__threads=3, seed=7)
+    run = train_lib.prepare(config)
+    ids = np.concatenate([actor.env_ids for actor in train_lib.make_actors(run)])
+    np.testing.assert_array_equal(np.sort(ids), np.arange(108))
+    ids = np.concatenate([ids, 108 + np.arange(config.evaluation.episodes)])
+    seeds = [seed for n in range(5) for seed in train_lib.pool_seeds(config, ids, n)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    neighbour = train_lib.pool_seeds(sebulba_config(num_envs=108, seed=8), ids, 0)
+    assert not set(seeds) & set(neighbour)

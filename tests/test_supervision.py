@@ -1,0 +1,194 @@
+"""No thread dies silently, and nothing waits for ever."""
+
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from podracer import cli, returns
+from podracer.envs import dummy
+from podracer.errors import ActorError
+from podracer.sebulba import actor as actor_lib
+from podracer.sebulba.pipeline import Channel, Publisher, Stopped, Supervisor
+from tests import faulty
+from tests.test_sebulba import SOLO, joined, sebulba_config, train, unrolls
+
+ROOT = pathlib.Path(__file__).parent.parent
+SIZES = {"num_envs": 48, "total_steps": 10 * 48 * 8}
+COMMAND = """
+import runpy, sys
+from podracer import envs
+from tests import faulty
+envs.HOST_SUITES["faulty"] = faulty.make
+runpy.run_module("podracer.sebulba", run_name="__main__", alter_sys=True)
+"""
+
+
+def command(env: str, tmp_path, *arguments: str) -> list[str]:
+    return [
+        sys.executable,
+        "-c",
+        COMMAND,
+        "--config=configs/cartpole.py",
+        f"--config.env={env}",
+        "--config.num_envs=8",
+        "--config.unroll_length=8",
+        f"--workdir={tmp_path}/run",
+        *arguments,
+    ]
+
+
+@pytest.mark.parametrize("how", ["raise", "nan", "shape"])
+def test_a_broken_pool_is_rebuilt_and_its_sequence_cut(how):
+    env = faulty.host(lambda seeds: faulty.Broken(dummy.CountingPool(seeds), 20, how))
+    result = train(sebulba_config(**SIZES, sebulba__max_restarts=100), env)
+    # Ten unrolls of 8 steps, in four threads: each pool breaks at its step 20 and is then new, so
+    # that it breaks after 20, 40, 60 and 80 steps in all.
+    assert [row["actor/restarts"] // 4 for row in result.metrics] == [0, 0, 1, 1, 2, 2, 2, 3, 3, 4]
+    assert np.isfinite([row["loss/total"] for row in result.metrics]).all()
+
+
+def test_what_a_restart_leaves_is_cut_by_the_rule_of_every_autoreset():
+    env = faulty.host(lambda seeds: faulty.Broken(dummy.CountingPool(seeds, length=50), 5, "raise"))
+    config = sebulba_config(num_envs=4, unroll_length=8, **SOLO)
+    _, _, taken = unrolls(config, 1, env, max_restarts=10)
+    timestep = joined(taken[0].parts).timestep
+    assert taken[0].restarts == 1
+    assert taken[0].episodes.episodes == 0
+    valid = returns.valid(timestep)
+    np.testing.assert_array_equal(valid, np.tile(np.arange(8)[:, None] != 4, (1, 4)))
+    assert timestep.first[5].all()
+    assert (timestep.discount == 1).all()
+    np.testing.assert_array_equal(timestep.observation[:, 0, 0], [0, 1, 2, 3, 4, 0, 1, 2, 3])
+
+
+@pytest.mark.parametrize("how", ["raise", "nan", "shape"])
+def test_past_the_cap_the_run_stops_at_once_with_name_and_traceback(how):
+    env = faulty.host(lambda seeds: faulty.Broken(dummy.CountingPool(seeds), 20, how))
+    start = time.monotonic()
+    with pytest.raises(ActorError, match=r"thread 'actor \d.\d' failed") as info:
+        train(sebulba_config(**{**SIZES, "total_steps": 10**8}, sebulba__max_restarts=2), env)
+    assert "Traceback" in str(info.value)
+    assert "(after 2 restarts of the pool)" in str(info.value)
+    what = {
+        "raise": "the simulator has crashed",
+        "nan": "NaN or infinite",
+        "shape": "float32[11, 2], not float32[12, 2]",
+    }
+    assert what[how] in str(info.value)
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("actor")]
+    assert time.monotonic() - start < 60
+
+
+def test_a_pool_that_can_not_be_built_is_no_case_for_another_try():
+    built = []
+
+    def make(seeds):
+        built.append(1)
+        raise OSError("no such game")
+
+    with pytest.raises(ActorError, match="no such game"):
+        train(sebulba_config(**SIZES, sebulba__threads=1, num_minibatches=1), faulty.host(make))
+    # At most once in each of the two threads.
+    assert 1 <= len(built) <= 2
+
+
+def test_an_actor_that_fails_anywhere_stops_the_run(monkeypatch):
+    def broken(self):
+        raise ZeroDivisionError("a mistake of ours")
+
+    monkeypatch.setattr(actor_lib.Games, "take", broken)
+    with pytest.raises(ActorError, match="a mistake of ours"):
+        train(sebulba_config(**SIZES))
+
+
+def test_an_evaluation_that_hangs_or_fails_stops_the_run():
+    def make(seeds):
+        # Evaluation's pool alone is of eight environments.
+        pool = dummy.CountingPool(seeds)
+        return faulty.Broken(pool, 2, "raise") if len(seeds) == 8 else pool
+
+    with pytest.raises(ActorError, match="thread 'evaluation' failed"):
+        train(sebulba_config(**SIZES), faulty.host(make))
+
+
+def test_a_hang_ends_the_process_with_name_and_traceback(tmp_path):
+    run = subprocess.run(
+        command("faulty:hang", tmp_path, "--config.sebulba.timeout_s=2."),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert run.returncode == cli.ACTOR
+    assert "hangs: stepping its pool has taken more than sebulba.timeout_s=2 s" in run.stderr
+    assert "faulty.py" in run.stderr
+    assert "time.sleep(3600)" in run.stderr
+
+
+def test_a_failure_ends_the_process_within_ten_seconds(tmp_path):
+    with subprocess.Popen(
+        command("faulty:raise", tmp_path, "--config.sebulba.max_restarts=0"),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as run:
+        assert run.stderr is not None
+        first = run.stderr.readline()
+        start = time.monotonic()
+        errors = run.stderr.read()
+        run.wait(60)
+    assert time.monotonic() - start < 10
+    assert run.returncode == cli.ACTOR
+    assert "thread 'actor" in first
+    assert "the simulator has crashed" in errors
+
+
+def test_an_interrupt_ends_cleanly(tmp_path):
+    with subprocess.Popen(
+        command("dummy:counting", tmp_path, "--config.total_steps=1_000_000_000"),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as run:
+        assert run.stdout is not None
+        while "a second" not in run.stdout.readline():
+            assert run.poll() is None
+        run.send_signal(signal.SIGINT)
+        start = time.monotonic()
+        _, errors = run.communicate(timeout=60)
+    assert run.returncode == cli.INTERRUPTED
+    assert time.monotonic() - start < 10
+    assert "interrupted" in errors
+    assert "Traceback" not in errors
+    assert (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_waits_end_when_the_run_does():
+    for wait in ("put", "get"):
+        with Supervisor(10.0) as supervisor:
+            channel, publisher = Channel(supervisor), Publisher(supervisor, keep=1)
+            ended = []
+
+            def body(wait=wait, channel=channel, publisher=publisher, ended=ended):
+                try:
+                    if wait == "get":
+                        publisher.get(None, 3)
+                    channel.put(None)  # type: ignore[arg-type]
+                    channel.put(None)  # type: ignore[arg-type]
+                except Stopped:
+                    ended.append(wait)
+                    raise
+
+            supervisor.start("waiter", body)
+            time.sleep(0.3)
+            assert not ended
+        assert ended == [wait]

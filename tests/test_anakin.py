@@ -11,7 +11,6 @@ from podracer.nets import actor_critic
 from tests.helpers import make_config, make_run
 
 AGENTS = pytest.mark.parametrize("agent", ["ppo", "vtrace"])
-CORES = pytest.mark.parametrize("core", ["none", "gru"])
 
 
 def flat(state) -> np.ndarray:
@@ -27,8 +26,16 @@ def after(config, num_devices, calls=1):
     return state, jax.device_get(metrics)
 
 
-@AGENTS
-@CORES
+@pytest.mark.parametrize(
+    ("agent", "core"),
+    [
+        ("ppo", "none"),
+        ("vtrace", "gru"),
+        # Compiling for four meshes is what takes long; these two more, by .ci/run.
+        pytest.param("ppo", "gru", marks=pytest.mark.slow),
+        pytest.param("vtrace", "none", marks=pytest.mark.slow),
+    ],
+)
 def test_devices_do_not_change_the_update(agent, core):
     """1 device with N environments = 2, 4, 8 devices with N in all, up to float rounding."""
     config = make_config(

@@ -18,6 +18,8 @@ VALUES = {
     "sign": lambda x: x,
     "delayed": lambda x: np.where(x == 1, GAMMA, 1.0),
 }
+# Each takes seconds to compile: the whole battery is .ci/run's, a newcomer's run has what is apart.
+SLOW = pytest.mark.slow
 VARIANTS = list(itertools.product(AGENTS, (False, True), ("none", "gru")))
 
 
@@ -50,8 +52,11 @@ def train(probe: str, agent: str, continuous: bool, core: str, calls: int):
     return config, program, state
 
 
-@pytest.mark.parametrize(("agent", "continuous", "core"), VARIANTS)
-@pytest.mark.parametrize("probe", VALUES)
+@pytest.mark.parametrize(
+    ("agent", "continuous", "core"),
+    [pytest.param(*v, marks=SLOW) if v[1] else v for v in VARIANTS],
+)
+@pytest.mark.parametrize("probe", [pytest.param("one", marks=SLOW), "sign", "delayed"])
 def test_values_are_learned(probe, agent, continuous, core):
     config, _, state = train(probe, agent, continuous, core, calls=2)
     network = actor_critic.make(envs.make(config.env, config.env_kwargs, {}).spec, config.network)

@@ -19,7 +19,27 @@ gymnax = import_gymnax()
 OFFLINE = "MNISTBandit-bsuite"
 
 
-@pytest.mark.parametrize("name", [n for n in gymnax.registered_envs if n != OFFLINE])
+# One of each kind of observation and action; the others take as long to compile.
+FEW = (
+    "CartPole-v1",
+    "Pendulum-v1",
+    "Breakout-MinAtar",
+    "FourRooms-misc",
+    "Reacher-misc",
+    "DeepSea-bsuite",
+    "BernoulliBandit-misc",
+    "MemoryChain-bsuite",
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        n if n in FEW else pytest.param(n, marks=pytest.mark.slow)
+        for n in gymnax.registered_envs
+        if n != OFFLINE
+    ],
+)
 def test_every_gymnax_environment_trains_for_two_updates(name):
     config = make_config(
         env=f"gymnax:{name}", num_envs=4, num_minibatches=2, updates_per_call=2, num_epochs=1

@@ -18,7 +18,7 @@ from podracer.sebulba.pipeline import Channel, Publisher, Supervisor
 from podracer.types import Trajectory
 from tests import faulty
 from tests.helpers import make_config, make_run
-from tests.test_anakin import AGENTS, flat
+from tests.test_anakin import flat
 
 # The package's attribute of this name is the function.
 train_lib = importlib.import_module("podracer.sebulba.train")
@@ -141,7 +141,7 @@ def config_of(config):
     return sebulba_config(num_envs=config.num_envs, unroll_length=config.unroll_length, **SOLO)
 
 
-@AGENTS
+@pytest.mark.parametrize("agent", ["ppo", pytest.param("vtrace", marks=pytest.mark.slow)])
 def test_devices_do_not_change_what_is_learned(agent):
     """2 + 6, 1 + 7, 4 + 4 and one shared device: the same schedule, the same result."""
 
@@ -185,8 +185,9 @@ def test_timing_changes_nothing(monkeypatch):
 
         monkeypatch.setattr(learner_lib.Learner, "publish", late)
         env = faulty.host(lambda seeds: faulty.Delayed(dummy.CountingPool(seeds), rng))
+        split = {"sebulba__actor_devices": (0, 1), "sebulba__learner_devices": (2, 3)}
         changes = {"num_envs": 36, "total_steps": 8 * 36 * 8, "seed": seed}
-        return train(sebulba_config(**changes, sebulba__threads=3), env)
+        return train(sebulba_config(**changes, **split, sebulba__threads=3), env)
 
     one, other = run(1), run(2)
     np.testing.assert_array_equal(weights_of(one), weights_of(other))
@@ -197,7 +198,7 @@ def test_timing_changes_nothing(monkeypatch):
 
 
 def test_running_free_takes_the_newest_weights_and_says_how_old_they_were():
-    changes = {"num_envs": 24, "total_steps": 20 * 24 * 8}
+    changes = {"num_envs": 24, "total_steps": 20 * 24 * 8, **SOLO, "sebulba__threads": 3}
     result = train(sebulba_config(**changes, sebulba__free_running=True))
     assert len(result.metrics) == 20
     for row in result.metrics:

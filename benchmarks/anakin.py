@@ -107,8 +107,7 @@ def main() -> None:
     compile_seconds = time.perf_counter() - start
 
     state = compiled.state
-    mesh = mesh_lib.make_mesh()
-    ceiling = random_steps(program.env, mesh, sizes)
+    ceiling = random_steps(program.env, program.mesh, sizes)
     key = prng.key(config.seed)
 
     def learn(updates: int) -> Any:

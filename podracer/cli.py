@@ -4,6 +4,7 @@ Exit codes: 0 done; 2 an impossible setting, found before anything compiled; 3 a
 became NaN or infinite; 4 an actor thread failed or hangs; 130 interrupted.
 """
 
+import ast
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,8 @@ from ml_collections import config_flags
 from podracer.config import default_config
 from podracer.errors import ActorError, ConfigError, DivergedError, unknown
 
+# Sections whose keys are an environment's to know.
+OPEN_SECTIONS = ("env_params", "env_kwargs")
 OK, BAD_CONFIG, DIVERGED, ACTOR, INTERRUPTED = 0, 2, 3, 4, 130
 
 
@@ -33,13 +36,37 @@ def _config_path(argv: Sequence[str]) -> pathlib.Path:
 
 
 def _check_keys(argv: Sequence[str]) -> None:
-    """Names the nearest keys where ``--config.KEY`` is none; an environment checks its own."""
+    """Names the nearest keys where ``--config.KEY`` is none."""
     known = set(_leaves(default_config().to_dict()))
     for argument in argv:
         if argument.startswith(("--config.", "-config.", "--noconfig.")):
             key = argument.partition("=")[0].partition(".")[2]
-            if key not in known and not key.startswith(("env_params.", "env_kwargs.")):
+            if key not in known:
                 raise unknown("config key", key, known)
+
+
+def _take_settings(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str, Any]]]:
+    """Takes out what is an environment's own to know: ``--config.env_params.KEY=VALUE``.
+
+    Returns:
+      The other arguments, and (section, key, value) of each that was taken.
+    """
+    rest, taken = [], []
+    for argument in argv:
+        name, equals, text = argument.partition("=")
+        _, _, key = name.partition("config.")
+        section, dot, key = key.partition(".")
+        if not (argument.startswith("-") and dot and section in OPEN_SECTIONS):
+            rest.append(argument)
+            continue
+        if not equals:
+            raise ConfigError(f"{name} needs its value after an equals sign: {name}=VALUE")
+        try:
+            value = ast.literal_eval(text)
+        except (SyntaxError, ValueError):
+            value = text
+        taken.append((section, key, value))
+    return rest, taken
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
@@ -51,6 +78,7 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 def _parse(argv: Sequence[str]) -> tuple[Any, str, bool]:
     """Config, workdir and quiet of a command line."""
+    argv, settings = _take_settings(argv)
     values = flags.FlagValues()
     config = config_flags.DEFINE_config_file(
         "config",
@@ -78,6 +106,9 @@ def _parse(argv: Sequence[str]) -> tuple[Any, str, bool]:
         raise ConfigError(str(error).strip('"')) from error
     if len(rest) > 1:
         raise ConfigError(f"unexpected arguments: {' '.join(rest[1:])}")
+    with config.value.unlocked():
+        for section, key, value in settings:
+            config.value[section][key] = value
     return config.value, workdir.value or f"runs/{path.stem}", bool(quiet.value)
 
 

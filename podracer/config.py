@@ -159,6 +159,8 @@ class Config:
         for key in ("updates_per_call", "stagger", "cpu_devices", "seed"):
             if getattr(self, key) < 0:
                 raise ConfigError(f"{key} must not be negative, got {getattr(self, key)}")
+        if self.seed >= 2**32:
+            raise ConfigError(f"seed must be below 2^32, got {self.seed}")
         # Built here once, so that what they refuse is refused before anything starts.
         _ = self.learner, self.actor_critic
 
@@ -283,6 +285,7 @@ def sizes(config: Config, num_devices: int, num_threads: int = 0) -> Sizes:
     steps_per_update = config.num_envs * config.unroll_length
     updates = math.ceil(config.total_steps / steps_per_update)
     per_call = config.updates_per_call or (1 if num_threads else max(1, updates // 100))
+    per_call = min(per_call, updates)
     calls = math.ceil(updates / per_call)
     return Sizes(
         num_devices=num_devices,

@@ -1,7 +1,9 @@
 """Errors a person can act on: what was wrong, the value, and what would be right."""
 
 import difflib
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 
 class ConfigError(ValueError):
@@ -10,6 +12,14 @@ class ConfigError(ValueError):
 
 class DivergedError(RuntimeError):
     """A loss or a gradient became NaN or infinite. The commands exit with code 3."""
+
+
+def check_kwargs(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises ``ConfigError`` if an environment's maker does not take these ``env_kwargs``."""
+    try:
+        inspect.signature(function).bind(**kwargs)
+    except TypeError as error:
+        raise ConfigError(f"{name} does not take env_kwargs={dict(kwargs)}: {error}") from error
 
 
 class ActorError(RuntimeError):

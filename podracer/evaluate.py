@@ -41,11 +41,15 @@ def play(
     ids: Array,
     config: EvaluationConfig,
 ) -> Episodes:
-    """One episode of each environment ``ids [B]``, all at once, until the last one is over."""
+    """One episode of each environment ``ids [B]``, all at once, until the last one is over.
+
+    One step more than the cap is taken: that an episode was truncated shows one step later, where
+    the next one begins. Nothing else of that step counts.
+    """
 
     def running(state: tuple) -> Array:
         step, _, episodes = state
-        return (step < config.max_steps) & ~episodes.complete.all()
+        return (step <= config.max_steps) & ~episodes.complete.all()
 
     def step(state: tuple) -> tuple:
         count, now, done = state
@@ -56,10 +60,11 @@ def play(
         env_state, timestep = jax.vmap(env.step)(env_key, now.env_state, action)
         episode, total, ended = returns.track(now.episode, timestep)
         now = rollout.RolloutState(ids, env_state, timestep, carry, episode)
+        late = count == config.max_steps
         done = Episodes(
-            jnp.where(done.complete, done.ret, total.ret),
-            jnp.where(done.complete, done.length, total.length),
-            done.complete | ended,
+            jnp.where(done.complete | late, done.ret, total.ret),
+            jnp.where(done.complete | late, done.length, total.length),
+            done.complete | (ended & (~late | (timestep.discount == 1))),
         )
         return count + 1, now, done
 
@@ -72,11 +77,7 @@ def play(
 def make_evaluate(
     env: Environment, agent: Agent, mesh: jax.sharding.Mesh, config: EvaluationConfig
 ) -> Callable[[Weights, Array], Episodes]:
-    """``(weights, key) -> Episodes``, to be jitted; episodes are spread over all devices.
-
-    A next-step autoreset begins an episode that has been truncated one step late: ``returns.track``
-    counts no such step.
-    """
+    """``(weights, key) -> Episodes``, to be jitted; episodes are spread over all devices."""
     per_device = -(-config.episodes // mesh.size)
 
     def local(weights: Weights, key: Array) -> Episodes:

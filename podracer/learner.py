@@ -56,20 +56,13 @@ class LearnerConfig:
             )
 
 
-def make_optimizer(config: LearnerConfig, num_updates: int) -> optax.GradientTransformation:
+def make_optimizer(config: LearnerConfig) -> optax.GradientTransformation:
     """Clip, then adam or rmsprop, on one flat vector of all parameters.
 
     Flat, because a small network has many small arrays, and an operation for each costs more than
     its arithmetic.
-
-    Args:
-      config: how.
-      num_updates: of the whole run, over which the learning rate is annealed.
     """
-    rate: float | optax.Schedule = config.learning_rate
-    if config.anneal:
-        steps = num_updates * config.num_epochs * config.num_minibatches
-        rate = optax.linear_schedule(config.learning_rate, 0.0, steps)
+    rate = config.learning_rate
     if config.optimizer == "adam":
         scale = optax.adam(rate, eps=config.epsilon)
     else:
@@ -100,13 +93,25 @@ def shuffle(key: Array, items: int, minibatches: int, device_index: Array | int)
     return (jnp.arange(runs)[:, None] * minibatches + order).T
 
 
+def make_anneal(config: LearnerConfig, num_updates: int) -> optax.Schedule:
+    """What the learning rate is multiplied by in update n: falls from 1 to 0 over the run.
+
+    By the number of the *update*: an optimizer's own count stands still where a loss asks to skip
+    gradient steps.
+    """
+    return optax.linear_schedule(1.0, 0.0 if config.anneal else 1.0, num_updates)
+
+
 # Train state, and whether a loss has asked to skip the rest of this update.
 Progress = tuple[TrainState, Array]
 GradientStep = Callable[[Progress, ArrayTree, Array], tuple[Progress, Metrics]]
 
 
 def _make_gradient_step(
-    agent: Agent, optimizer: optax.GradientTransformation, all_mean: Mean
+    agent: Agent,
+    optimizer: optax.GradientTransformation,
+    anneal: optax.Schedule,
+    all_mean: Mean,
 ) -> GradientStep:
     """``(progress, batch, key) -> (progress, metrics)``, one step of the optimizer."""
 
@@ -117,6 +122,7 @@ def _make_gradient_step(
         grads, metrics, stop = all_mean((grads, aux.metrics, aux.stop))
         metrics = {**metrics, "grad_norm": optax.tree.norm(grads)}
         updates, opt_state = optimizer.update(grads, train_state.opt_state, params)
+        updates = optax.tree.scale(anneal(train_state.step), updates)
         new = (optax.apply_updates(params, updates), opt_state)
         if not isinstance(stop, tuple):
             stopped = stopped | (stop > 0)
@@ -157,6 +163,7 @@ def make_update(
     optimizer: optax.GradientTransformation,
     config: LearnerConfig,
     *,
+    anneal: optax.Schedule,
     all_mean: Mean,
     device_index: Callable[[], Array | int],
     update_target: Callable[[Params, Params, Array], Params] = lambda new, old, step: old,
@@ -167,6 +174,7 @@ def make_update(
       agent: what to learn.
       optimizer: as ``make_optimizer`` makes it.
       config: epochs and minibatches.
+      anneal: ``(update) -> factor`` of the learning rate.
       all_mean: the mean of a tree over devices; called once a gradient step, with gradients and
         metrics together.
       device_index: this device's number.
@@ -178,7 +186,7 @@ def make_update(
       steps. ``key`` is the same on all devices.
     """
 
-    gradient_step = _make_gradient_step(agent, optimizer, all_mean)
+    gradient_step = _make_gradient_step(agent, optimizer, anneal, all_mean)
 
     def update(
         train_state: TrainState, trajectory: Trajectory, key: Array

@@ -44,7 +44,8 @@ class Result(NamedTuple):
 
 def _check_finite(losses: dict[str, Any], first_update: int, sizes: Sizes) -> None:
     """Raises ``DivergedError`` with the steps of the first update that has a NaN or infinity."""
-    bad = {name: ~np.isfinite(x) for name, x in losses.items()}
+    # These two follow whatever goes wrong in learning; other metrics are there to look at.
+    bad = {name: ~np.isfinite(losses[name]) for name in ("total", "grad_norm")}
     worst = np.logical_or.reduce(list(bad.values()))
     if not worst.any():
         return
@@ -78,6 +79,48 @@ def _eval_row(episodes: Episodes) -> Row:
     }
 
 
+class _Log:
+    """Turns what calls report into rows, one after the other."""
+
+    def __init__(self, sizes: Sizes, writer: Writer, clock: Clock):
+        self.rows: list[Row] = []
+        self._sizes, self._writer, self._clock = sizes, writer, clock
+        self._step, self._seconds = 0, clock.training()
+
+    def read(self, call: int, metrics: CallMetrics, evaluation: Row) -> None:
+        """Waits for the metrics of a call, checks them and writes them down."""
+        sizes, metrics = self._sizes, jax.device_get(metrics)
+        _check_finite(metrics.losses, call * sizes.updates_per_call, sizes)
+        step = (call + 1) * sizes.updates_per_call * sizes.steps_per_update
+        seconds = self._clock.training()
+        row: Row = {
+            "step": step,
+            "wall_time": self._clock.total(),
+            "time/steps_per_second": (step - self._step) / max(seconds - self._seconds, 1e-9),
+            **_train_row(metrics),
+            **evaluation,
+        }
+        self._step, self._seconds = step, seconds
+        self.rows.append(row)
+        self._writer.write(row)
+
+    def summary(self, seed: int, after_compile: float) -> dict[str, Any]:
+        """What a run comes down to; ``after_compile`` is the clock's total when it began."""
+        clock, steps, last = self._clock, self._sizes.total_steps, self.rows[-1]
+        return {
+            "env_steps": steps,
+            "wall_seconds": clock.total(),
+            "compile_seconds": clock.seconds["compile"],
+            "steps_per_second": steps / (clock.total() - after_compile),
+            "eval_return_mean": last["eval/episode_return"],
+            "eval_return_std": last["eval/episode_return_std"],
+            "eval_episodes": last["eval/episodes"],
+            "eval_complete": last["eval/complete"],
+            "seed": seed,
+            "seconds": {**clock.seconds, "training": clock.training()},
+        }
+
+
 def run(
     state: Any,
     *,
@@ -107,58 +150,24 @@ def run(
     Raises:
       DivergedError: a loss or gradient became NaN or infinite; what was written stays.
     """
-    rows: list[Row] = []
     after_compile = clock.total()
-    last = {"step": 0, "seconds": clock.training()}
-
-    def read(call: int, metrics: CallMetrics, evaluation: Row) -> None:
-        metrics = jax.device_get(metrics)
-        _check_finite(metrics.losses, call * sizes.updates_per_call, sizes)
-        now = {
-            "step": (call + 1) * sizes.updates_per_call * sizes.steps_per_update,
-            "seconds": clock.training(),
-        }
-        row: Row = {
-            "step": now["step"],
-            "wall_time": clock.total(),
-            "time/steps_per_second": (now["step"] - last["step"])
-            / max(now["seconds"] - last["seconds"], 1e-9),
-            **_train_row(metrics),
-            **evaluation,
-        }
-        last.update(now)
-        rows.append(row)
-        writer.write(row)
-
+    log = _Log(sizes, writer, clock)
     with writer, jax.transfer_guard("disallow"):
         unread = None
         for call in range(sizes.num_calls):
             state, metrics = step(state)
             if unread is not None:
-                read(*unread)
+                log.read(*unread)
             unread = (call, metrics, {})
             if _evaluation_due(call, config, sizes):
                 jax.block_until_ready(metrics)
                 with clock.measure("evaluation"):
                     row = _eval_row(jax.device_get(evaluate(state)))
-                read(call, metrics, row)
+                log.read(call, metrics, row)
                 unread = None
-
-    summary = {
-        "env_steps": sizes.total_steps,
-        "wall_seconds": clock.total(),
-        "compile_seconds": clock.seconds["compile"],
-        "steps_per_second": sizes.total_steps / (clock.total() - after_compile),
-        "eval_return_mean": rows[-1]["eval/episode_return"],
-        "eval_return_std": rows[-1]["eval/episode_return_std"],
-        "eval_episodes": rows[-1]["eval/episodes"],
-        "eval_complete": rows[-1]["eval/complete"],
-        "seed": config.seed,
-        "seconds": {**clock.seconds, "training": clock.training()},
-        **report(),
-    }
+        summary = {**log.summary(config.seed, after_compile), **report()}
     writer.finish(summary)
-    return Result(state.train.weights, rows, summary)
+    return Result(state.train.weights, log.rows, summary)
 
 
 def _evaluation_due(call: int, config: Config, sizes: Sizes) -> bool:

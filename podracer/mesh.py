@@ -27,16 +27,16 @@ SHARDED = P(AXIS)
 SHARDED_IN_TIME = P(None, AXIS)
 
 
-def start(cpu_devices: int, *, wanted: bool) -> list[Any]:
-    """Starts JAX, and gives the devices to run on: all of all processes.
+def start(cpu_devices: int, *, wanted: bool) -> list[Device]:
+    """Starts JAX, and gives the devices to run on: all of all processes, or so many on a CPU.
 
     Args:
       cpu_devices: how many devices to split the CPU into, if that is where JAX runs.
       wanted: the number is the user's word, not our default. As a default it gives way to what the
-        environment says; as a word it is an error if JAX is in use already with another number.
+        environment says, and to what there is where an earlier run has started JAX with less.
 
     Raises:
-      ConfigError: see ``wanted``.
+      ConfigError: more are wanted than JAX, which is in use already, has.
     """
     said = "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in os.environ.get(
         "XLA_FLAGS", ""
@@ -45,14 +45,16 @@ def start(cpu_devices: int, *, wanted: bool) -> list[Any]:
         # Refused once JAX is in use. It then runs with what it has, which we check below.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", cpu_devices)
-    devices = jax.devices()
-    local = [device for device in devices if device.process_index == jax.process_index()]
-    if wanted and devices[0].platform == "cpu" and len(local) != cpu_devices:
+    devices, local = jax.devices(), jax.local_devices()
+    if devices[0].platform != "cpu" or (said and not wanted):
+        return devices
+    if wanted and len(local) < cpu_devices:
         raise ConfigError(
             f"cpu_devices={cpu_devices}, but JAX already runs with {len(local)}; set it before the "
             f"first use of JAX, or by the environment variable JAX_NUM_CPU_DEVICES={cpu_devices}"
         )
-    return devices
+    of_process = (jax.local_devices(process_index=p) for p in range(jax.process_count()))
+    return [device for some in of_process for device in some[:cpu_devices]]
 
 
 class Split(NamedTuple):
@@ -102,9 +104,9 @@ def split(
     return Split(tuple(devices[n] for n in actors), tuple(devices[n] for n in learners))
 
 
-def make_mesh(devices: Sequence[Any] | None = None) -> Mesh:
-    """One axis over the given devices; by default over all of all processes."""
-    return Mesh(np.asarray(jax.devices() if devices is None else devices), (AXIS,))
+def make_mesh(devices: Sequence[Device]) -> Mesh:
+    """One axis over the given devices."""
+    return Mesh(np.asarray(devices), (AXIS,))
 
 
 def per_device(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:

@@ -2,14 +2,16 @@
 
 import contextlib
 import dataclasses
+import fcntl
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import platform
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 import jax
@@ -18,6 +20,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 from podracer.config import Config, Sizes
 from podracer.errors import ConfigError
+from podracer.types import Device
 
 Row = dict[str, int | float]
 
@@ -68,30 +71,48 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _claim(workdir: pathlib.Path) -> str | None:
+def _lock(file: TextIO, workdir: pathlib.Path) -> TextIO:
+    """Holds a run's file until it is closed; raises ``ConfigError`` if another process does."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise ConfigError(
+            f"workdir {str(workdir)!r} belongs to a run that is going on; give another by --workdir"
+        ) from error
+    return file
+
+
+def _claim(workdir: pathlib.Path) -> tuple[TextIO, str | None]:
     """Makes ``workdir`` a writable folder without a run in it; a run that is there moves aside.
 
     Returns:
-      Where the earlier run went, if there was one.
+      The file for metrics, which is locked, and where the earlier run went, if there was one.
 
     Raises:
-      ConfigError: the folder can't be made or written to.
+      ConfigError: the folder can't be made or written to, or its run is still going on.
     """
     moved = None
+    metrics = workdir / METRICS
     try:
-        if (workdir / METRICS).exists():
+        if metrics.exists():
+            _lock(metrics.open("a", encoding="utf-8"), workdir).close()
+            if workdir == pathlib.Path.cwd():
+                raise ConfigError(
+                    f"workdir {str(workdir)!r} holds a run already and, as the current directory, "
+                    "can't be moved aside; give another by --workdir"
+                )
             number = 1
             while (aside := workdir.with_name(f"{workdir.name}.{number}")).exists():
                 number += 1
             workdir.rename(aside)
             moved = str(aside)
         workdir.mkdir(parents=True, exist_ok=True)
-        (workdir / METRICS).touch()
+        return _lock(metrics.open("a", encoding="utf-8"), workdir), moved
     except OSError as error:
         raise ConfigError(
             f"workdir {str(workdir)!r} is not writable: {error.strerror}; give another by --workdir"
         ) from error
-    return moved
 
 
 class Writer:
@@ -109,23 +130,27 @@ class Writer:
     ):
         """Claims the workdir; ``None`` writes no files. Raises ``ConfigError`` if it can't."""
         self._console = Console(file=stream or sys.stdout, quiet=quiet, highlight=False)
-        self._workdir = None if workdir is None else pathlib.Path(workdir)
+        self._workdir = None if workdir is None else pathlib.Path(workdir).resolve()
+        self._shown = workdir
         self._file: TextIO | None = None
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._total_steps = 0
         self._last_line = -PLAIN_INTERVAL
         if self._workdir is not None:
-            moved = _claim(self._workdir)
+            self._file, moved = _claim(self._workdir)
             if moved:
                 self._console.print(f"the earlier run in {self._workdir} is now {moved}")
 
-    def begin(self, config: Config, sizes: Sizes, layout: Mapping[str, str]) -> None:
+    def begin(
+        self, config: Config, sizes: Sizes, devices: Sequence[Device], layout: Mapping[str, str]
+    ) -> None:
         """Says and writes down what was resolved.
 
         Args:
           config: of the run.
           sizes: of the run.
+          devices: that it uses.
           layout: what runs where, by architecture.
         """
         self._total_steps = sizes.total_steps
@@ -136,7 +161,7 @@ class Writer:
             f"{config.num_minibatches} minibatches",
             "updates": f"{sizes.num_updates:,} = {sizes.num_calls:,} calls of "
             f"{sizes.updates_per_call:,}; {sizes.total_steps:,} steps",
-            "workdir": str(self._workdir),
+            "workdir": str(self._shown),
         }
         self._console.print(
             "\n".join(
@@ -154,16 +179,14 @@ class Writer:
                 "config": dataclasses.asdict(config),
                 "sizes": dataclasses.asdict(sizes),
                 "layout": dict(layout),
-                "devices": [str(device) for device in jax.devices()],
-                "device_kind": jax.devices()[0].device_kind,
+                "devices": [str(device) for device in devices],
+                "device_kind": devices[0].device_kind,
                 "processes": jax.process_count(),
                 "versions": _versions(),
             },
         )
 
     def __enter__(self) -> "Writer":
-        if self._workdir is not None:
-            self._file = (self._workdir / METRICS).open("a", encoding="utf-8")
         if self._console.is_terminal and not self._console.quiet:
             self._progress = Progress(
                 BarColumn(),
@@ -183,21 +206,23 @@ class Writer:
             self._file.close()
 
     def write(self, row: Row) -> None:
-        """Appends one row and shows it."""
+        """Appends one row and shows it; JSON has no word for NaN or infinity: they are null."""
         if self._file is not None:
-            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            finite = {name: x if math.isfinite(x) else None for name, x in row.items()}
+            self._file.write(json.dumps(finite, allow_nan=False) + "\n")
             self._file.flush()
         text = f"{row['step']:,} steps, {row['time/steps_per_second']:,.0f} a second"
         if "train/episode_return" in row:
             text += f", return {row['train/episode_return']:,.1f}"
+        evaluated = "eval/episode_return" in row
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=row["step"], text=text)
-            return
-        now, last = time.monotonic(), row["step"] == self._total_steps
-        evaluated = "eval/episode_return" in row
         if evaluated:
             text += f", evaluation {row['eval/episode_return']:,.1f}"
-        if last or evaluated or now - self._last_line >= PLAIN_INTERVAL:
+        now = time.monotonic()
+        due = self._progress is None and now - self._last_line >= PLAIN_INTERVAL
+        # On a terminal, evaluations stay above the bar.
+        if evaluated or due:
             self._last_line = now
             self._console.print(text)
 

@@ -14,7 +14,7 @@ import optax
 from podracer import mesh as mesh_lib
 from podracer.agents import AGENTS
 from podracer.config import Config, Sizes
-from podracer.learner import Update, make_optimizer, make_update
+from podracer.learner import Update, make_anneal, make_optimizer, make_update
 from podracer.nets import actor_critic
 from podracer.types import Agent, Array, Spec, TrainState
 
@@ -46,11 +46,12 @@ def make(config: Config, spec: Spec, sizes: Sizes) -> Parts:
     agent = AGENTS[config.agent](
         spec, network, config.actor_critic, getattr(config, config.agent), mesh_lib.all_mean
     )
-    optimizer = make_optimizer(config.learner, sizes.num_updates)
+    optimizer = make_optimizer(config.learner)
     update = make_update(
         agent,
         optimizer,
         config.learner,
+        anneal=make_anneal(config.learner, sizes.num_updates),
         all_mean=mesh_lib.all_mean,
         device_index=mesh_lib.device_index,
     )

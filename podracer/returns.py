@@ -108,13 +108,14 @@ def vtrace(
     estimate = jax.vmap(
         rlax.vtrace_td_error_and_advantage, in_axes=(1, 1, 1, 1, 1, None, None, None), out_axes=1
     )
-    # rlax mixes the next target with the next value by lambda in the policy gradient as well, where
-    # the paper has the target alone; with lambda = 1 the two agree.
-    out = estimate(
-        values[:-1], values[1:], reward, discounts, jnp.exp(log_rho), lambda_, clip_rho, clip_pg_rho
-    )
-    target = jax.lax.stop_gradient(out.errors + values[:-1])
-    return Targets(jax.lax.stop_gradient(out.pg_advantage), target, keep)
+    rho = jnp.exp(log_rho)
+    out = estimate(values[:-1], values[1:], reward, discounts, rho, lambda_, clip_rho, clip_pg_rho)
+    target = out.errors + values[:-1]
+    # Not rlax's: there lambda mixes the next target with the next value here as well.
+    target_next = jnp.concatenate([target[1:], values[-1:]])
+    error = reward + discounts * target_next - values[:-1]
+    advantage = jnp.minimum(clip_pg_rho, rho) * error
+    return Targets(jax.lax.stop_gradient(advantage), jax.lax.stop_gradient(target), keep)
 
 
 class Episode(NamedTuple):

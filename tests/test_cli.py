@@ -3,6 +3,7 @@
 import importlib
 import json
 import pathlib
+import subprocess
 import sys
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import podracer
-from podracer import anakin, cli
+from podracer import anakin, cli, metrics
 from podracer.config import Config, default_config, parse, sizes
 from podracer.errors import ConfigError
 
@@ -32,29 +33,54 @@ BAD = {
     "key": (["--config.totl_steps=3"], "did you mean total_steps"),
     "key in a section": (["--config.ppo.clp=3"], "did you mean ppo.clip"),
     "type": (["--config.seed=first"], "first"),
-    "environments by devices": (["--config.num_envs=12"], "num_envs=12 does not divide over 8"),
+    "environments by devices": (
+        ["--config.num_envs=12", "--config.cpu_devices=8"],
+        "num_envs=12 does not divide over 8",
+    ),
     "batch by minibatches": (
         ["--config.num_minibatches=7"],
         "num_minibatches=7 does not divide the",
     ),
-    "sequences by minibatches": (["--config.agent=vtrace"], "does not divide the 1 items"),
+    "sequences by minibatches": (
+        ["--config.agent=vtrace", "--config.cpu_devices=8"],
+        "does not divide the 1 items",
+    ),
     "continuous on discrete": (["--config.network.initial_log_std=-1"], "discrete"),
     "zero": (["--config.num_envs=0"], "num_envs must be positive, got 0"),
     "negative": (["--config.unroll_length=-5"], "unroll_length must be positive, got -5"),
     "discount": (["--config.discount=1.5"], "discount must be in [0, 1], got 1.5"),
-    "too late": (["--config.cpu_devices=3"], "cpu_devices=3, but JAX already runs with 8"),
+    "too late": (["--config.cpu_devices=9"], "cpu_devices=9, but JAX already runs with 8"),
+    "seed": (["--config.seed=4294967296"], "seed must be below 2^32, got 4294967296"),
+    "environment's argument": (
+        ["--config.env=dummy:counting", "--config.env_kwargs.lenght=3"],
+        "dummy:counting does not take env_kwargs={'lenght': 3}",
+    ),
+    "environment's parameter": (
+        ["--config.env_params.gravitas=3"],
+        "unknown parameter of gymnax:CartPole-v1 in env_params 'gravitas'; did you mean gravity",
+    ),
+    "environment's parameter's type": (
+        ["--config.env_params.gravity=low"],
+        "env_params.gravity of gymnax:CartPole-v1 is 9.8, got 'low'",
+    ),
+    "module": (["--config.env=podracer.nothere:Env"], "there is no module 'podracer.nothere'"),
+    "no value": (["--config.env_params.gravity", "3"], "needs its value after an equals sign"),
     "extra": (["everything"], "unexpected arguments: everything"),
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_settings_end_in_one_line_and_exit_code_2(name, tmp_path, capsys, monkeypatch):
+@pytest.fixture
+def nothing_compiles(monkeypatch):
     def compiles(*args):
         raise AssertionError("compiled")
 
     # By the module's name: the package shows its function of the same name.
     module = importlib.import_module("podracer.anakin.train")
     monkeypatch.setattr(module, "compile_program", compiles)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_settings_end_in_one_line_and_exit_code_2(name, tmp_path, capsys, nothing_compiles):
     arguments, message = BAD[name]
     assert run(tmp_path, *arguments) == cli.BAD_CONFIG
     error = capsys.readouterr().err
@@ -76,10 +102,24 @@ def test_config_files_that_are_none(tmp_path, capsys, monkeypatch):
     assert cli.main(anakin.train, ["anakin"]) == cli.BAD_CONFIG
 
 
-def test_unwritable_workdir(tmp_path, capsys):
+def test_unwritable_workdir(tmp_path, capsys, nothing_compiles):
     (tmp_path / "run").write_text("a file is in the way")
     assert run(tmp_path) == cli.BAD_CONFIG
     assert "is not writable" in capsys.readouterr().err
+
+
+def test_workdir_of_a_run_that_is_going_on(tmp_path, capsys, nothing_compiles):
+    with metrics.Writer(tmp_path / "run", quiet=True):
+        assert run(tmp_path) == cli.BAD_CONFIG
+    assert "belongs to a run that is going on" in capsys.readouterr().err
+
+
+def test_workdir_that_can_not_be_moved_aside(tmp_path, capsys, monkeypatch, nothing_compiles):
+    metrics.Writer(tmp_path, quiet=True).__exit__()
+    monkeypatch.chdir(tmp_path)
+    argv = ["anakin", f"--config={CARTPOLE}", "--workdir=.", *SMALL]
+    assert cli.main(anakin.train, argv) == cli.BAD_CONFIG
+    assert "can't be moved aside" in capsys.readouterr().err
 
 
 def test_divergence_ends_in_exit_code_3_and_keeps_what_was_written(tmp_path, capsys):
@@ -101,7 +141,8 @@ def test_interruption_has_its_own_code(tmp_path, capsys):
 
 
 def test_a_run_leaves_what_it_promises(tmp_path, capsys):
-    assert run(tmp_path, "--config.seed=7", "--config.evaluation.every=4") == cli.OK
+    changes = ["--config.seed=7", "--config.evaluation.every=4", "--config.cpu_devices=8"]
+    assert run(tmp_path, *changes, "--config.env_params.gravity=9.5") == cli.OK
     out = capsys.readouterr().out
     assert "8 = 8 x 1" in out
     assert "steps a second" in out
@@ -121,6 +162,7 @@ def test_a_run_leaves_what_it_promises(tmp_path, capsys):
     assert summary["env_steps"] == 2048
     config = json.loads((workdir / "config.json").read_text())
     assert config["config"]["num_envs"] == 8
+    assert config["config"]["env_params"] == {"gravity": 9.5}
     assert config["sizes"]["num_updates"] == 16
     assert config["versions"]["jax"] == jax.__version__
     assert len(config["devices"]) == 8
@@ -135,6 +177,20 @@ def test_a_run_leaves_what_it_promises(tmp_path, capsys):
     # The same command again: nothing of the first run is lost.
     assert run(tmp_path) == cli.OK
     assert json.loads((tmp_path / "run.1" / "summary.json").read_text()) == summary
+
+
+def test_an_earlier_run_in_the_same_process_does_not_decide_the_devices(tmp_path):
+    """As in a notebook: one run splits the CPU in two, the next one's sizes fit one device only."""
+    code = """
+import podracer
+config = podracer.config.default_config()
+config.total_steps, config.num_envs, config.unroll_length = 8192, 64, 128
+assert len(podracer.anakin.train(config, quiet=True).metrics) == 1
+config.num_envs, config.agent, config.evaluation.episodes = 4, "vtrace", 4
+result = podracer.anakin.train(config, "run", quiet=True)
+assert len(result.weights.params["value"]["value"]["kernel"].sharding.device_set) == 1
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
 
 
 def test_training_from_python_returns_weights_and_metrics():
@@ -156,6 +212,31 @@ def test_evaluation_never_hangs_on_an_episode_that_does_not_end():
     assert (row["eval/episodes"], row["eval/complete"]) == (11, 0)
     assert row["eval/episode_length"] == 20
     assert row["eval/episode_return"] == sum(range(21))
+
+
+def test_what_is_truncated_at_the_cap_is_complete():
+    """That an episode was truncated shows in the step after its last, which is past the cap."""
+    config = default_config()
+    config.total_steps, config.num_envs, config.unroll_length = 128, 8, 16
+    config.env_params = {"max_steps_in_episode": 5}
+    config.evaluation.episodes = 4
+    for cap, complete in ((4, 0), (5, 4), (6, 4)):
+        config.evaluation.max_steps = cap
+        row = anakin.train(config, quiet=True).metrics[-1]
+        assert row["eval/complete"] == complete
+        assert row["eval/episode_length"] == row["eval/episode_return"] == min(cap, 5)
+
+
+def test_evaluation_samples_where_it_is_not_greedy():
+    config = default_config()
+    config.total_steps, config.num_envs, config.unroll_length = 128, 8, 16
+    config.env, config.evaluation.episodes = "dummy:choice", 64
+    for greedy in (True, False):
+        config.evaluation.greedy = greedy
+        row = anakin.train(config, quiet=True).metrics[-1]
+        # +1 or -1 an episode: an untrained policy chooses at random, its mode is a fixed answer.
+        assert (abs(row["eval/episode_return"]) < 0.5) or greedy
+        assert row["eval/episode_return_std"] > 0.5 or greedy
 
 
 def test_environment_parameters_come_from_the_config():
@@ -184,6 +265,11 @@ def test_parse_refuses(change, message):
 
 def test_parse_is_the_inverse_of_default_config():
     assert parse(default_config()) == Config()
+
+
+def test_a_call_is_never_longer_than_the_run():
+    made = sizes(Config(total_steps=100, num_envs=2, unroll_length=5, updates_per_call=1000), 1)
+    assert made.total_steps == 100
 
 
 def test_sizes_are_rounded_up_to_whole_calls():

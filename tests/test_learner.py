@@ -40,19 +40,21 @@ def quadratic(stop_above: float | None = None) -> Agent:
     return Agent(init=None, carry=None, act=None, prepare=prepare, loss=loss)  # type: ignore[arg-type]
 
 
-def run(cfg, data, *, stop_above=None, **kwargs):
+def run(cfg, data, *, state=None, stop_above=None, **kwargs):
     optimizer = optax.sgd(cfg.learning_rate)
     update = learner.make_update(
         quadratic(stop_above),
         optimizer,
         cfg,
+        anneal=learner.make_anneal(cfg, 4),
         all_mean=lambda x: x,
         device_index=lambda: 0,
         **kwargs,
     )
     params = {"w": jnp.float32(0)}
     stats = {"seen": jnp.int32(0)}
-    state = TrainState(Weights(params, stats), params, optimizer.init(params), jnp.int32(0))
+    if state is None:
+        state = TrainState(Weights(params, stats), params, optimizer.init(params), jnp.int32(0))
     return jax.jit(update)(state, data, prng.key(3))
 
 
@@ -116,21 +118,35 @@ def test_stop_skips_the_rest_of_the_update():
     assert float(metrics["stopped"]) == pytest.approx(4 / 8)
 
 
-def test_learning_rate_anneals_to_zero_over_the_run():
+@pytest.mark.parametrize("stop_above", [None, 1.0])
+def test_learning_rate_anneals_to_zero_over_the_run(stop_above):
+    """By the number of updates, whether or not their gradient steps were skipped."""
     cfg = config(anneal=True, num_epochs=1, num_minibatches=1)
-    optimizer = learner.make_optimizer(cfg, num_updates=4)
-    params = {"w": jnp.zeros(3)}
-    state, sizes = optimizer.init(params), []
-    for _ in range(5):
-        updates, state = optimizer.update({"w": jnp.ones(3)}, state, params)
-        sizes.append(float(-updates["w"][0]))
-    np.testing.assert_allclose(sizes, [0.1, 0.075, 0.05, 0.025, 0.0], rtol=1e-3, atol=1e-8)
+    factors, state = [], None
+    for n in range(5):
+        new, _ = run(cfg, jnp.ones(8), state=state, stop_above=stop_above)
+        before = 0.0 if state is None else float(state.weights.params["w"])
+        # The gradient of (w - 1)^2, times the rate of 0.1.
+        factors.append((float(new.weights.params["w"]) - before) / (0.2 * (1 - before)))
+        state = new
+        # So that the next step is not above the mark.
+        if n == 1 and stop_above:
+            state, _ = run(cfg, jnp.ones(8), state=_moved(state, 2.0), stop_above=stop_above)
+            assert int(state.step) == 3
+            assert float(state.weights.params["w"]) == 2.0
+            state = _moved(state, 0.0)
+    expected = [1, 0.75, 0.5, 0.25, 0] if stop_above is None else [1, 0.75, 0.25, 0, 0]
+    np.testing.assert_allclose(factors, expected, atol=1e-5)
+
+
+def _moved(state, w):
+    return state.replace(weights=state.weights.replace(params={"w": jnp.float32(w)}))
 
 
 @pytest.mark.parametrize("name", learner.OPTIMIZERS)
 def test_optimizers_clip_by_the_global_norm(name):
     cfg = config(optimizer=name, max_grad_norm=0.5, epsilon=1e-3)
-    optimizer = learner.make_optimizer(cfg, 1)
+    optimizer = learner.make_optimizer(cfg)
     params = {"a": jnp.zeros(2), "b": jnp.zeros(3)}
     big = jax.tree.map(lambda x: x + 100.0, params)
     small = jax.tree.map(lambda x: x * 0.5 / np.sqrt(5 * 100.0**2), big)

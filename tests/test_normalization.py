@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podracer import rollout
+from podracer import parts, rollout
 from podracer.agents import normalization
-from podracer.anakin.program import UPDATES
 from tests.helpers import make_config, make_run
 
 
@@ -29,9 +28,7 @@ def test_rewards_are_scaled_by_the_deviation_of_discounted_returns():
     program, sizes, state, step = make_run(config)
     streams, start = [], state
     for _ in range(3):
-        act_key, _ = jax.random.split(
-            jax.random.fold_in(jax.random.fold_in(state.key, UPDATES), state.train.step)
-        )
+        act_key, _ = parts.update_keys(state.key, state.train.step)
         _, trajectory, _ = rollout.unroll(
             program.env,
             program.agent,

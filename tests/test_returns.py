@@ -38,7 +38,8 @@ def test_gae_is_the_sum_over_each_episode(seed, next_step, truncate):
 @RESETS
 @ENDS
 @pytest.mark.parametrize("clips", [(1.0, 1.0), (0.7, 1.3)])
-def test_vtrace_is_equation_one_of_the_paper(next_step, truncate, clips):
+@pytest.mark.parametrize("lambda_", [1.0, 0.8])
+def test_vtrace_is_equation_one_of_the_paper(next_step, truncate, clips, lambda_):
     rng, stream, values = make(5, next_step, truncate)
     rho = np.exp(rng.normal(size=(23, 7)) * 0.7).astype(np.float32)
     clip_rho, clip_pg_rho = clips
@@ -47,10 +48,11 @@ def test_vtrace_is_equation_one_of_the_paper(next_step, truncate, clips):
         values,
         np.log(rho),
         discount=0.9,
+        lambda_=lambda_,
         clip_rho=clip_rho,
         clip_pg_rho=clip_pg_rho,
     )
-    advantage, target = references.vtrace(stream, values, rho, 0.9, 1.0, clip_rho, clip_pg_rho)
+    advantage, target = references.vtrace(stream, values, rho, 0.9, lambda_, clip_rho, clip_pg_rho)
     np.testing.assert_allclose(targets.value, target, atol=5e-5)
     np.testing.assert_allclose(targets.advantage, advantage, atol=5e-5)
 

@@ -33,8 +33,8 @@ class PPOConfig:
       gae_lambda: lambda of generalised advantage estimation.
       clip: epsilon of equation 7.
       value_clip: values move at most this far from the old ones; 0 turns it off.
-      advantage_normalization: over the "batch" of all devices (one all-reduce a rollout), over
-        each "minibatch" of all devices (one more all-reduce a gradient step), or "none".
+      advantage_normalization: over the "batch" of all devices (two small all-reduces a rollout),
+        over each "minibatch" of all devices (two a gradient step), or "none".
       target_kl: once the approximate KL divergence of a gradient step exceeds this, it and the rest
         of the update's are skipped; 0 turns it off.
     """
@@ -76,13 +76,21 @@ class Sample(struct.PyTreeNode):
 
 def _normalize(advantage: Array, valid: Array, all_mean: Mean) -> Array:
     """Zero mean and unit deviation over the valid entries of all devices."""
-    share, mean, square = all_mean(
-        (valid.mean(), (valid * advantage).mean(), (valid * advantage**2).mean())
-    )
+    share, mean = all_mean((valid.mean(), (valid * advantage).mean()))
     share = jnp.maximum(share, 1e-8)
     mean = mean / share
-    variance = jnp.maximum(square / share - mean**2, 0.0)
+    # In a second pass: nothing cancels where the mean is large against the deviation.
+    variance = all_mean((valid * (advantage - mean) ** 2).mean()) / share
     return (advantage - mean) / (jnp.sqrt(variance) + 1e-8)
+
+
+def _value_error(value: Array, sample: Sample, clip: float) -> Array:
+    """Squared errors, of values that move from the old ones at most as far as ``clip`` counts."""
+    error = (value - sample.target.value) ** 2
+    if clip == 0:
+        return error
+    moved = sample.old_value + jnp.clip(value - sample.old_value, -clip, clip)
+    return jnp.maximum(error, (moved - sample.target.value) ** 2)
 
 
 def make(
@@ -137,18 +145,13 @@ def make(
             advantage = _normalize(advantage, target.valid, all_mean)
         clipped = jnp.clip(ratio, 1 - config.clip, 1 + config.clip)
 
-        value_error = (value - target.value) ** 2
-        if config.value_clip > 0:
-            move = jnp.clip(value - sample.old_value, -config.value_clip, config.value_clip)
-            value_error = jnp.maximum(value_error, (sample.old_value + move - target.value) ** 2)
-
         # Means over all entries with the invalid ones at zero, not over the valid ones: so the
         # mean of devices' means is the mean over all, whatever their shares of valid entries.
         means = {
             name: (target.valid * x).mean()
             for name, x in {
                 "policy": -jnp.minimum(ratio * advantage, clipped * advantage),
-                "value": 0.5 * value_error,
+                "value": 0.5 * _value_error(value, sample, config.value_clip),
                 "entropy": distribution.entropy(),
                 # The estimator k3 of http://joschu.net/blog/kl-approx.html.
                 "approx_kl": ratio - 1 - log_ratio,

@@ -46,6 +46,7 @@ class Program(NamedTuple):
       evaluate: ``(State) -> Episodes``.
       env: where.
       agent: who acts and learns.
+      mesh: over which devices.
     """
 
     init: Callable[[Array], State]
@@ -53,6 +54,7 @@ class Program(NamedTuple):
     evaluate: Callable[[State], Episodes]
     env: Environment
     agent: Agent
+    mesh: jax.sharding.Mesh
 
 
 def make_init(
@@ -120,4 +122,5 @@ def make_program(
         evaluate=evaluate,
         env=env,
         agent=parts.agent,
+        mesh=mesh,
     )

@@ -66,12 +66,14 @@ def train(
     """
     config = config_lib.parse(config)
     clock = metrics.Clock()
-    program, sizes = prepare(config)
+    with clock.measure("setup"):
+        program, sizes = prepare(config)
     # Only now: a run that can't start must not move an earlier one aside.
     writer = metrics.Writer(workdir, quiet=quiet)
     writer.begin(
         config,
         sizes,
+        list(program.mesh.devices.flat),
         {
             "devices": f"{sizes.num_devices} x {jax.devices()[0].device_kind} "
             f"({jax.default_backend()})",

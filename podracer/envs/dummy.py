@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podracer.errors import ConfigError, unknown
+from podracer.errors import ConfigError, check_kwargs, unknown
 from podracer.types import (
     Array,
     ArrayTree,
@@ -208,6 +208,7 @@ def make_host(
         raise unknown("dummy environment on the host", name, ("counting",))
     if params or newest_frame:
         raise ConfigError(f"dummy:{name} has neither env_params nor frames; use env_kwargs")
+    check_kwargs(f"dummy:{name}", CountingPool, {"seeds": (), **kwargs})
     spec = _spec((2,), continuous=False)
 
     def pool(seeds: Sequence[int], threads: int) -> CountingPool:
@@ -223,4 +224,5 @@ def make(name: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Env
         raise unknown("dummy environment", name, ENVIRONMENTS)
     if params:
         raise ConfigError(f"dummy:{name} has no env_params, got {dict(params)}; use env_kwargs")
+    check_kwargs(f"dummy:{name}", ENVIRONMENTS[name], kwargs)
     return ENVIRONMENTS[name](**kwargs)

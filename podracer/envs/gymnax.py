@@ -18,10 +18,11 @@ from urllib.error import URLError
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from podracer.envs import spaces
-from podracer.errors import ConfigError, unknown
+from podracer.errors import ConfigError, check_kwargs, unknown
 from podracer.types import Array, ArrayTree, Environment, Spec, TimeStep
 
 # Only gymnax's drawing needs these, and they take longer to import than all the rest together.
@@ -93,9 +94,15 @@ def load(path: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Env
       params: fields of its parameters that differ from their defaults.
     """
     module_name, _, attribute = path.partition(":")
-    module = importlib.import_module(module_name)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if not error.name or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise ConfigError(f"env={path!r}: there is no module {error.name!r}") from error
     if not hasattr(module, attribute):
         raise unknown(f"environment in module {module_name!r}", attribute, vars(module))
+    check_kwargs(path, getattr(module, attribute), kwargs)
     env = getattr(module, attribute)(**kwargs)
     missing = [
         method
@@ -120,9 +127,12 @@ def adapt(env: Any, name: str, changes: Mapping[str, Any]) -> Environment:
     """
     defaults = env.default_params
     known = {field.name for field in dataclasses.fields(defaults)}
-    for key in changes:
+    for key, value in changes.items():
         if key not in known:
             raise unknown(f"parameter of {name} in env_params", key, known)
+        default = getattr(defaults, key)
+        if not np.can_cast(np.asarray(value).dtype, np.asarray(default).dtype, "same_kind"):
+            raise ConfigError(f"env_params.{key} of {name} is {default!r}, got {value!r}")
     params = defaults.replace(**changes)
     action = spaces.action_space(env.action_space(params), name)
     # A whole number in [0, n) is no quantity: it is given one-hot.

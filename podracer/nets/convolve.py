@@ -101,6 +101,8 @@ def convolve(
     dilations = (unused.get("lhs_dilation"), unused.get("rhs_dilation"))
     if any(set(d or (1,)) != {1} for d in dilations) or unused.get("feature_group_count", 1) != 1:
         raise ValueError("convolve has neither dilation nor feature groups")
+    if unused.get("precision") is not None or unused.get("preferred_element_type") is not None:
+        raise ValueError("convolve computes in the type of its arguments, at JAX's own precision")
     if isinstance(padding, str):
         padding = tuple(lax.padtype_to_pads(x.shape[1:3], kernel.shape[:2], strides, padding))
     return _convolve(x, kernel, tuple(strides), tuple((low, high) for low, high in padding))

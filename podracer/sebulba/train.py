@@ -82,9 +82,9 @@ def prepare(config: Config, env: HostEnvironment | None = None) -> Run:
         env = envs.make_host(
             config.env, config.env_kwargs, config.env_params, newest_frame=options.newest_frame
         )
-    mesh_lib.start(config.cpu_devices or 1, wanted=config.cpu_devices > 0)
+    devices = mesh_lib.start(config.cpu_devices or 1, wanted=config.cpu_devices > 0)
     split = mesh_lib.split(
-        jax.local_devices(),
+        [device for device in devices if device.process_index == jax.process_index()],
         options.actor_devices,
         options.learner_devices,
         options.learners_per_actor,
@@ -197,10 +197,11 @@ def train(
       ActorError: a thread failed or hangs.
     """
     clock = metrics.Clock()
-    run = prepare(config_lib.parse(config))
+    with clock.measure("setup"):
+        run = prepare(config_lib.parse(config))
     # Only now: a run that can't start must not move an earlier one aside.
     writer = metrics.Writer(workdir, quiet=quiet)
-    writer.begin(run.config, run.sizes, layout(run))
+    writer.begin(run.config, run.sizes, sum(run.split, ()), layout(run))
     return start(run, writer, clock)
 
 

@@ -8,7 +8,6 @@ Without ``--config`` this is PPO with separate policy and value networks of 2 x 
 
 import argparse
 import importlib.metadata
-import importlib.util
 import json
 import resource
 import statistics
@@ -18,31 +17,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from common import override, read_config
 from jax import Array
 
 from podracer import config as config_lib
 from podracer import mesh as mesh_lib
 from podracer import prng, rollout
 from podracer.anakin.train import compile_program, prepare
-from podracer.config import Config, Sizes
+from podracer.config import Sizes
 from podracer.types import Environment
-
-
-def read_config(args: argparse.Namespace) -> Config:
-    """The config of the file, or the default, with the sizes of the command line."""
-    config = config_lib.default_config()
-    if args.config:
-        spec = importlib.util.spec_from_file_location("benchmark_config", args.config)
-        if spec is None or spec.loader is None:
-            raise SystemExit(f"{args.config} is no Python file")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        config = module.get_config()
-    for key in ("env", "num_envs", "unroll_length", "cpu_devices", "agent"):
-        if getattr(args, key) is not None:
-            config[key] = getattr(args, key)
-    config.updates_per_call = args.updates_per_call
-    return config_lib.parse(config)
 
 
 def random_steps(
@@ -99,7 +82,10 @@ def main() -> None:
     if args.calls < 5:
         parser.error("--calls must be at least 5, for a median")
 
-    config = read_config(args)
+    changed = read_config(args.config)
+    override(changed, args, "env", "num_envs", "unroll_length", "cpu_devices", "agent")
+    changed.updates_per_call = args.updates_per_call
+    config = config_lib.parse(changed)
     program, sizes = prepare(config)
     start = time.perf_counter()
     compiled = compile_program(program, config)

@@ -16,7 +16,7 @@ from podracer.errors import ConfigError, unknown
 from podracer.nets import conv, heads, mlp, recurrent, resnet
 from podracer.types import Array, ArrayTree, Carry, Discrete, Params, Spec
 
-TORSOS = ("mlp", *conv.LAYERS, "resnet")
+TORSOS = ("mlp", "pixels", *conv.LAYERS, "resnet")
 CORES = ("none", *recurrent.CELLS)
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
@@ -26,8 +26,8 @@ class NetworkConfig:
     """Which network.
 
     Attributes:
-      torso: "mlp", "minatar", "nature" or "resnet"; the last three take images [H, W, C].
-      hidden: sizes of the layers of an "mlp" torso; () feeds the observation on as it is.
+      torso: "mlp", or for images [H, W, C] "minatar", "nature", "resnet" or the tiny "pixels".
+      hidden: sizes of the layers of an "mlp" or "pixels"; () feeds the observation on as it is.
       activation: between layers, except in "resnet", which is defined with ReLU.
       core: memory after the torso: "none", "gru" or "lstm".
       core_size: units of the core.
@@ -85,6 +85,8 @@ def _torso(spec: Spec, config: NetworkConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
     shape = spec.observation.shape
     if config.torso == "mlp":
         return mlp.MLP(shape, config.hidden, config.activation, dtype=dtype, rngs=rngs)
+    if config.torso == "pixels":
+        return conv.Pixels(shape, config.hidden, config.activation, dtype=dtype, rngs=rngs)
     if config.torso == "resnet":
         return resnet.ResNet(shape, dtype=dtype, rngs=rngs)
     activation = mlp.activation(config.activation)

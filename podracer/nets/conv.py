@@ -1,6 +1,6 @@
-"""Convolutional torsos for images ``[N, H, W, C]``: MinAtar's size and Atari's (Nature DQN)."""
+"""Torsos for images ``[N, H, W, C]``: MinAtar's size, Atari's (Nature DQN), and a tiny one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from flax import nnx
 
 from podracer.errors import ConfigError
 from podracer.nets.convolve import convolve
-from podracer.nets.mlp import linear
+from podracer.nets.mlp import MLP, linear
 
 # (channels, kernel, stride) of each layer, and the size of the dense layer after them.
 LAYERS = {
@@ -51,6 +51,27 @@ def conv(
         dtype=dtype,
         rngs=rngs,
     )
+
+
+class Pixels(nnx.Module):
+    """Every other pixel through an MLP: so small that a run waits for its environments alone."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        hidden: Sequence[int],
+        activation: str,
+        *,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+    ):
+        height, width, channels = image_shape("pixels", shape)
+        few = (-(-height // 2), -(-width // 2), channels)
+        self.mlp = MLP(few, hidden, activation, dtype=dtype, rngs=rngs)
+        self.out_size = self.mlp.out_size
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.mlp(x[:, ::2, ::2])
 
 
 class Conv(nnx.Module):

@@ -22,7 +22,7 @@ from podracer.sebulba.actor import Actor, Schedule
 from podracer.sebulba.learner import Learner
 from podracer.sebulba.pipeline import Channel, Publisher, Supervisor
 from podracer.sebulba.program import ActorShapes, Step
-from podracer.types import HostEnvironment, Pool
+from podracer.types import Device, HostEnvironment, Pool, Weights
 
 
 class Run(NamedTuple):
@@ -205,52 +205,69 @@ def train(
     return start(run, writer, clock)
 
 
-def start(run: Run, writer: metrics.Writer, clock: metrics.Clock) -> loop.Result:
-    """Compiles, starts the actors and trains."""
-    config, sizes, options = run.config, run.sizes, run.config.sebulba
-    with clock.measure("compile"):
-        state, weights = jax.jit(run.step.init)(run.key)
-        update = jax.jit(run.step.update, donate_argnums=0).lower(state, run.trajectories())
-        update = update.compile()
-        functions = {
-            device: program.compile_unroll(run.unroll, run.shapes, device)
-            for device in run.split.actors
-        }
-        jax.block_until_ready(state)
+class Compiled(NamedTuple):
+    """A run's functions, compiled for its devices.
+
+    Attributes:
+      state: the learner's first.
+      weights: those of that state, to be published.
+      update: of the learner.
+      unroll: an actor's functions, by device.
+    """
+
+    state: program.State
+    weights: Weights
+    update: Any
+    unroll: dict[Device, HostUnroll]
+
+
+def compile_run(run: Run) -> Compiled:
+    """Makes the first state and compiles what is called on it."""
+    state, weights = jax.jit(run.step.init)(run.key)
+    update = jax.jit(run.step.update, donate_argnums=0).lower(state, run.trajectories()).compile()
+    unroll = {
+        device: program.compile_unroll(run.unroll, run.shapes, device)
+        for device in run.split.actors
+    }
+    return Compiled(jax.block_until_ready(state), weights, update, unroll)
+
+
+def launch(run: Run, compiled: Compiled, supervisor: Supervisor) -> Learner:
+    """Starts all actor threads, and gives the learner that they work for."""
+    options = run.config.sebulba
     schedule = Schedule(
-        sizes.num_updates,
-        sizes.unroll_length,
+        run.sizes.num_updates,
+        run.sizes.unroll_length,
         None if options.free_running else options.lag,
         options.max_restarts,
     )
-    with Supervisor(options.timeout_s) as supervisor:
-        publisher = Publisher(supervisor, keep=1 + options.lag)
-        channels = []
-        for actor in make_actors(run):
-            channels.append(Channel(supervisor))
-            supervisor.start(
-                actor.name,
-                partial(
-                    actor_lib.run,
-                    actor,
-                    run.env,
-                    functions[actor.device],
-                    schedule,
-                    publisher,
-                    channels[-1],
-                    supervisor,
-                ),
-            )
+    publisher = Publisher(supervisor, keep=1 + options.lag)
+    channels = []
+    for actor in make_actors(run):
+        channel = Channel(supervisor)
+        channels.append(channel)
+        functions = compiled.unroll[actor.device]
+        arguments = (actor, run.env, functions, schedule, publisher, channel, supervisor)
+        supervisor.start(actor.name, partial(actor_lib.run, *arguments))
+    learner = Learner(compiled.update, run.mesh, run.split.actors, publisher, channels, run.sizes)
+    learner.publish(compiled.weights)
+    return learner
+
+
+def start(run: Run, writer: metrics.Writer, clock: metrics.Clock) -> loop.Result:
+    """Compiles, starts the actors and trains."""
+    with clock.measure("compile"):
+        compiled = compile_run(run)
+    with Supervisor(run.config.sebulba.timeout_s) as supervisor:
+        learner = launch(run, compiled, supervisor)
         evaluation, evaluate = make_evaluate(run, supervisor)
-        learner = Learner(update, run.mesh, run.split.actors, publisher, channels, sizes)
-        learner.publish(weights)
         try:
             return loop.run(
-                state,
+                compiled.state,
                 step=learner.step,
                 evaluate=evaluate,
-                config=config,
-                sizes=sizes,
+                config=run.config,
+                sizes=run.sizes,
                 writer=writer,
                 clock=clock,
                 report=learner.report,

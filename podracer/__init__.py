@@ -1,7 +1,7 @@
 """podracer: reinforcement learning on TPU pods, GPUs and laptops.
 
-``podracer.anakin.train(config, workdir)`` trains from Python; ``podracer.config.default_config()``
-gives a configuration to start from.
+``podracer.anakin.train(config, workdir)`` and ``podracer.sebulba.train(config, workdir)`` train from
+Python; ``podracer.config.default_config()`` gives a configuration to start from.
 """
 
 import importlib
@@ -9,13 +9,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from podracer import anakin, config
+    from podracer import anakin, config, sebulba
 
-__all__ = ["anakin", "config"]
+__all__ = ["anakin", "config", "sebulba"]
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Loads ``podracer.anakin`` and ``podracer.config`` when first used: JAX takes a second."""
+    """Loads what is named in ``__all__`` when it is first used: JAX takes a second."""
     if name in __all__:
         return importlib.import_module(f"podracer.{name}")
     raise AttributeError(f"module 'podracer' has no attribute {name!r}")

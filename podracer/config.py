@@ -102,8 +102,9 @@ class Config:
       total_steps: environment steps to train for, over all devices; rounded up to whole host calls.
       num_envs: environments in all, over all devices.
       unroll_length: steps an environment takes between two updates (T).
-      updates_per_call: updates between two rows of metrics. Anakin's are one call of the compiled
-        program; 0 chooses, so that a run is about a hundred of them. Sebulba's 0 is one.
+      updates_per_call: updates between two rows of metrics, for Anakin in one call of the compiled
+        program; 0 chooses, so that a run has about a hundred rows with Anakin, a thousand with
+        Sebulba.
       stagger: the first episodes are advanced by up to this many random actions, each environment
         by another number, so that they do not end all at once; 0 starts them together.
       discount: gamma.
@@ -284,7 +285,7 @@ def sizes(config: Config, num_devices: int, num_threads: int = 0) -> Sizes:
         )
     steps_per_update = config.num_envs * config.unroll_length
     updates = math.ceil(config.total_steps / steps_per_update)
-    per_call = config.updates_per_call or (1 if num_threads else max(1, updates // 100))
+    per_call = config.updates_per_call or max(1, updates // (1000 if num_threads else 100))
     per_call = min(per_call, updates)
     calls = math.ceil(updates / per_call)
     return Sizes(

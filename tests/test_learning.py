@@ -1,9 +1,12 @@
 """Agents learn: the real command, in a process of its own with the devices a user has."""
 
 import json
+import os
 import pathlib
+import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -11,9 +14,12 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-def final_return(workdir: pathlib.Path, *arguments: str) -> float:
-    """What the closing evaluation of a run of configs/cartpole.py says."""
-    command = [sys.executable, "-m", "podracer.anakin", "--config=configs/cartpole.py", "--quiet"]
+def final_return(
+    workdir: pathlib.Path, *arguments: str, architecture: str = "anakin", config: str = "cartpole"
+) -> float:
+    """What the closing evaluation of a run of a config says."""
+    module, path = f"podracer.{architecture}", f"configs/{config}.py"
+    command = [sys.executable, "-m", module, f"--config={path}", "--quiet"]
     subprocess.run([*command, f"--workdir={workdir}", *arguments], cwd=ROOT, check=True)
     return json.loads((workdir / "summary.json").read_text())["eval_return_mean"]
 
@@ -59,3 +65,65 @@ def test_cartpole_is_learned_with_every_seed(agent, tmp_path):
     print(agent, returns)
     assert np.mean(returns) > 470
     assert min(returns) > 400
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("agent", ["ppo", "vtrace"])
+def test_cartpole_is_learned_by_sebulba_too(agent, tmp_path):
+    score = final_return(
+        tmp_path,
+        "--config.env=envpool:CartPole-v1",
+        f"--config.agent={agent}",
+        architecture="sebulba",
+    )
+    assert score >= 475
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("agent", ["ppo", "vtrace"])
+def test_lunar_lander_is_learned(agent, tmp_path):
+    agent = f"--config.agent={agent}"
+    assert final_return(tmp_path, agent, architecture="sebulba", config="lunarlander") > 200
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_half_cheetah_rises_well_above_random(tmp_path):
+    """Random actions return about -280."""
+    arguments = ["--config.total_steps=500_000"]
+    score = final_return(tmp_path, *arguments, architecture="sebulba", config="halfcheetah")
+    assert score > 500
+    print(score)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ten_minutes_of_sebulba_hold_their_memory(tmp_path):
+    run = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "podracer.sebulba",
+            "--config=configs/cartpole.py",
+            "--config.env=envpool:CartPole-v1",
+            "--config.total_steps=10_000_000_000",
+            "--config.updates_per_call=100",
+            f"--workdir={tmp_path}/run",
+            "--quiet",
+        ],
+        cwd=ROOT,
+    )
+    try:
+        used = []
+        for _ in range(60):
+            time.sleep(10)
+            assert run.poll() is None
+            pages = pathlib.Path(f"/proc/{run.pid}/statm").read_text().split()[1]
+            used.append(int(pages) * os.sysconf("SC_PAGE_SIZE") / 2**20)
+    finally:
+        run.send_signal(signal.SIGINT)
+        assert run.wait(30) == 130
+    print([round(x) for x in used])
+    # The metrics' rows are kept, a few kilobytes each.
+    assert max(used[30:]) < max(used[:30]) + 10

@@ -159,7 +159,12 @@ def test_a_failure_ends_the_process_within_ten_seconds(tmp_path):
 
 def test_an_interrupt_ends_cleanly(tmp_path):
     with subprocess.Popen(
-        command("dummy:counting", tmp_path, "--config.total_steps=1_000_000_000"),
+        command(
+            "dummy:counting",
+            tmp_path,
+            "--config.total_steps=1_000_000_000",
+            "--config.updates_per_call=1",
+        ),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

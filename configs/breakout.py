@@ -1,0 +1,38 @@
+"""Breakout of envpool, by V-trace with IMPALA's residual network.
+
+    python -m podracer.sebulba --config=configs/breakout.py
+
+Protocol: that of Machado et al. 2018 (https://arxiv.org/abs/1709.06009) but for life loss: sticky
+actions of .25, the full set of 18 actions, 4 frames skipped, 84 x 84 gray frames of which 4 are
+stacked. A lost life ends an episode for the agent (``episodic_life``), rewards are clipped to their
+sign; returns are those of whole games.
+"""
+
+import ml_collections
+
+from podracer.config import default_config
+
+
+def get_config() -> ml_collections.ConfigDict:
+    config = default_config()
+    config.env = "envpool:Breakout-v5"
+    config.env_kwargs = {
+        "repeat_action_probability": 0.25,
+        "full_action_space": True,
+        "episodic_life": True,
+        "reward_clip": True,
+        "noop_max": 1,
+    }
+    config.agent = "vtrace"
+    config.total_steps = 50_000_000
+    config.num_envs = 128
+    config.unroll_length = 32
+    config.learning_rate = 6e-4
+    config.epsilon = 1e-5
+    config.num_epochs = 1
+    config.num_minibatches = 4
+    config.network.torso = "resnet"
+    config.network.shared = True
+    config.evaluation.episodes = 16
+    config.sebulba.newest_frame = True
+    return config

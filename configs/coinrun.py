@@ -1,0 +1,27 @@
+"""CoinRun of Procgen by envpool, easy levels, by PPO with IMPALA's residual network.
+
+python -m podracer.sebulba --config=configs/coinrun.py
+"""
+
+import ml_collections
+
+from podracer.config import default_config
+
+
+def get_config() -> ml_collections.ConfigDict:
+    config = default_config()
+    config.env = "envpool:CoinrunEasy-v0"
+    config.total_steps = 25_000_000
+    config.num_envs = 64
+    config.unroll_length = 256
+    config.discount = 0.999
+    config.learning_rate = 5e-4
+    config.anneal = False
+    config.num_epochs = 3
+    config.num_minibatches = 8
+    config.normalize_rewards = True
+    config.network.torso = "resnet"
+    config.network.shared = True
+    config.evaluation.episodes = 64
+    config.evaluation.greedy = False
+    return config

@@ -1,0 +1,25 @@
+"""HalfCheetah-v4 of MuJoCo by envpool, stepped on the host: continuous actions, by PPO.
+
+python -m podracer.sebulba --config=configs/halfcheetah.py
+"""
+
+import ml_collections
+
+from podracer.config import default_config
+
+
+def get_config() -> ml_collections.ConfigDict:
+    config = default_config()
+    config.env = "envpool:HalfCheetah-v4"
+    config.total_steps = 2_000_000
+    config.num_envs = 32
+    config.unroll_length = 64
+    config.learning_rate = 3e-4
+    config.entropy_cost = 0.0
+    config.num_epochs = 10
+    config.num_minibatches = 16
+    config.normalize_observations = True
+    config.normalize_rewards = True
+    config.network.initial_log_std = -0.5
+    config.evaluation.episodes = 16
+    return config

@@ -1,0 +1,23 @@
+"""LunarLander-v3 of envpool, stepped on the host, by PPO or V-trace.
+
+python -m podracer.sebulba --config=configs/lunarlander.py
+python -m podracer.sebulba --config=configs/lunarlander.py --config.agent=vtrace
+"""
+
+import ml_collections
+
+from podracer.config import default_config
+
+
+def get_config() -> ml_collections.ConfigDict:
+    config = default_config()
+    config.env = "envpool:LunarLander-v3"
+    config.total_steps = 4_000_000
+    config.num_envs = 64
+    config.unroll_length = 128
+    config.discount = 0.999
+    config.ppo.gae_lambda = 0.98
+    config.learning_rate = 1e-3
+    config.normalize_rewards = True
+    config.num_minibatches = 8
+    return config

@@ -1,0 +1,38 @@
+"""Pong of envpool, by V-trace: IMPALA's agent on the standard Atari protocol.
+
+    python -m podracer.sebulba --config=configs/pong.py
+
+Protocol: 4 frames skipped, 84 x 84 gray frames of which 4 are stacked, up to 30 no-ops at the start,
+no sticky actions (``repeat_action_probability`` 0), the game's own minimal set of actions, no life
+loss (Pong has no lives), rewards clipped to their sign; returns are those of the game.
+"""
+
+import ml_collections
+
+from podracer.config import default_config
+
+
+def get_config() -> ml_collections.ConfigDict:
+    config = default_config()
+    config.env = "envpool:Pong-v5"
+    config.env_kwargs = {
+        "repeat_action_probability": 0.0,
+        "full_action_space": False,
+        "episodic_life": False,
+        "reward_clip": True,
+        "noop_max": 30,
+    }
+    config.agent = "vtrace"
+    config.total_steps = 10_000_000
+    config.num_envs = 64
+    config.unroll_length = 32
+    config.learning_rate = 6e-4
+    config.epsilon = 1e-5
+    config.num_epochs = 1
+    config.num_minibatches = 2
+    config.network.torso = "nature"
+    config.network.activation = "relu"
+    config.network.shared = True
+    config.evaluation.episodes = 16
+    config.sebulba.newest_frame = True
+    return config

@@ -1,7 +1,7 @@
 """podracer: reinforcement learning on TPU pods, GPUs and laptops.
 
-``podracer.anakin.train(config, workdir)`` and ``podracer.sebulba.train(config, workdir)`` train from
-Python; ``podracer.config.default_config()`` gives a configuration to start from.
+``podracer.anakin.train(config, workdir)`` and ``podracer.sebulba.train(config, workdir)`` train
+from Python; ``podracer.config.default_config()`` gives a configuration to start from.
 """
 
 import importlib

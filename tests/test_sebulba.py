@@ -2,14 +2,18 @@
 
 import importlib
 import itertools
+import json
+import pathlib
+import re
 import time
 
 import jax
 import numpy as np
 import pytest
 
-from podracer import envs, metrics, parts, returns
+from podracer import cli, envs, mesh, metrics, parts, returns
 from podracer.envs import dummy
+from podracer.errors import ConfigError
 from podracer.nets import actor_critic
 from podracer.sebulba import actor as actor_lib
 from podracer.sebulba import learner as learner_lib
@@ -276,3 +280,95 @@ def test_no_two_environments_share_a_seed():
     assert all(0 <= seed < 2**31 for seed in seeds)
     neighbour = train_lib.pool_seeds(sebulba_config(num_envs=108, seed=8), ids, 0)
     assert not set(seeds) & set(neighbour)
+
+
+@pytest.mark.parametrize(
+    ("count", "settings", "expected"),
+    [
+        (1, {}, ([0], [0])),
+        (2, {}, ([0], [1])),
+        (4, {}, ([0], [1, 2, 3])),
+        (8, {}, ([0, 1], [2, 3, 4, 5, 6, 7])),
+        (8, {"learners_per_actor": 1}, ([0, 1, 2, 3], [4, 5, 6, 7])),
+        (8, {"actors": (3,)}, ([3], [0, 1, 2, 4, 5, 6, 7])),
+        (4, {"learners": (0, 1)}, ([2, 3], [0, 1])),
+        (2, {"actors": (0,), "learners": (0, 1)}, ([0], [0, 1])),
+        (1, {"learners": (0,)}, ([0], [0])),
+    ],
+)
+def test_devices_are_split_into_actors_and_learners(count, settings, expected):
+    settings = {"actors": (), "learners": (), "learners_per_actor": 3, **settings}
+    split = mesh.split(list(range(count)), **settings)
+    assert [list(devices) for devices in split] == list(expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sebulba__actor_devices": (0, 8)}, r"actor_devices=\(0, 8\).* 8 devices, from 0 to 7"),
+        ({"sebulba__learner_devices": (1, 1)}, r"learner_devices=\(1, 1\) must be different"),
+        ({"sebulba__actor_devices": tuple(range(8))}, "leaves none of 8 devices to learn"),
+        ({"num_envs": 40}, "num_envs=40 does not divide over 6 devices times 4 actor threads; 48"),
+        ({"num_envs": 48, "num_minibatches": 7}, "num_minibatches=7 does not divide the 64 items"),
+        ({"stagger": 5, "num_envs": 48}, "stagger=5 is for environments written in JAX"),
+        ({"sebulba__lag": 2}, "sebulba.lag must be 0 or 1, got 2"),
+        ({"sebulba__threads": 0}, "sebulba.threads must be positive, got 0"),
+        ({"sebulba__timeout_s": -1.0}, r"sebulba.timeout_s must be positive, got -1\.0"),
+        ({"env": "gymnax:CartPole-v1"}, r"podracer\.anakin"),
+    ],
+)
+def test_what_can_not_be_is_said_before_anything_compiles(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        train_lib.prepare(sebulba_config(**changes))
+
+
+def test_a_run_leaves_what_anakin_leaves(tmp_path, capsys):
+    root = pathlib.Path(__file__).parent.parent
+    argv = [
+        "sebulba",
+        f"--config={root}/configs/cartpole.py",
+        "--config.env=envpool:CartPole-v1",
+        "--config.env_kwargs.max_episode_steps=50",
+        "--config.total_steps=4000",
+        "--config.num_envs=8",
+        "--config.unroll_length=16",
+        "--config.evaluation.every=16",
+        f"--workdir={tmp_path}/run",
+    ]
+    assert cli.main(train_lib.train, argv) == cli.OK
+    out = capsys.readouterr().out
+    assert "actors         devices [0] (cpu), 2 threads each, lag 1" in out
+    assert "learners       devices [0]" in out
+    assert "where the time went" in out
+    config, summary = (
+        json.loads((tmp_path / "run" / f"{name}.json").read_text())
+        for name in ("config", "summary")
+    )
+    assert config["config"]["env_kwargs"] == {"max_episode_steps": 50}
+    assert {"env_steps", "eval_return_mean", "seed", "breakdown", "report"} <= summary.keys()
+    assert summary["env_steps"] == 4096
+    assert 0 < summary["eval_return_mean"] <= 50
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(row) for row in rows]
+    assert [row["step"] for row in rows] == [128 * (n + 1) for n in range(32)]
+    assert [row["step"] for row in rows if "eval/episode_return" in row] == [2048, 4096]
+    for name in ("actor_environment", "actor_inference", "actor_transfer", "actor_wait"):
+        assert rows[-1][f"time/{name}"] >= 0
+    for name in ("learner_wait", "learner_update", "learner_publish", "steps_per_second"):
+        assert rows[-1][f"time/{name}"] > 0
+    returns_ = [row["train/episode_return"] for row in rows if "train/episode_return" in row]
+    assert returns_
+    assert max(returns_) <= 50
+
+
+@pytest.mark.parametrize(
+    ("actor", "learner", "advice"),
+    [
+        ({"wait": 6.0, "environment": 3.0}, {"wait": 0.0, "update": 9.0}, "Actors wait .* 67%"),
+        ({"environment": 8.0, "wait": 1}, {"wait": 5.0, "update": 4.0}, "more CPU cores"),
+        ({"inference": 8.0, "wait": 1}, {"wait": 5.0, "update": 4.0}, "more actor devices"),
+        ({"environment": 9.0}, {"update": 9.0, "wait": 0.5}, "well balanced"),
+    ],
+)
+def test_advice_names_the_side_that_waits(actor, learner, advice):
+    assert re.search(advice, learner_lib.advice(actor, learner))

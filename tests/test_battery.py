@@ -21,6 +21,7 @@ VALUES = {
 # Each takes seconds to compile: the whole battery is .ci/run's, a newcomer's run has what is apart.
 SLOW = pytest.mark.slow
 VARIANTS = list(itertools.product(AGENTS, (False, True), ("none", "gru")))
+FEW = [pytest.param(*v, marks=SLOW) if v[1] else v for v in VARIANTS]
 
 
 def train(probe: str, agent: str, continuous: bool, core: str, calls: int):
@@ -36,6 +37,7 @@ def train(probe: str, agent: str, continuous: bool, core: str, calls: int):
         stagger=3,
         num_minibatches=2,
         updates_per_call=100,
+        total_steps=1_000_000,
         num_epochs=2,
         learning_rate=3e-3,
         anneal=False,
@@ -52,10 +54,7 @@ def train(probe: str, agent: str, continuous: bool, core: str, calls: int):
     return config, program, state
 
 
-@pytest.mark.parametrize(
-    ("agent", "continuous", "core"),
-    [pytest.param(*v, marks=SLOW) if v[1] else v for v in VARIANTS],
-)
+@pytest.mark.parametrize(("agent", "continuous", "core"), FEW)
 @pytest.mark.parametrize("probe", [pytest.param("one", marks=SLOW), "sign", "delayed"])
 def test_values_are_learned(probe, agent, continuous, core):
     config, _, state = train(probe, agent, continuous, core, calls=2)
@@ -76,7 +75,7 @@ def test_actions_are_learned(agent, continuous, core):
     assert float(jax.jit(program.evaluate)(state).ret.mean()) > 0.95
 
 
-@pytest.mark.parametrize(("agent", "continuous", "core"), VARIANTS)
+@pytest.mark.parametrize(("agent", "continuous", "core"), FEW)
 def test_memory_is_used_where_there_is_one(agent, continuous, core):
     _, program, state = train("memory", agent, continuous, core, calls=3)
     score = float(jax.jit(program.evaluate)(state).ret.mean())

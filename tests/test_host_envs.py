@@ -109,7 +109,12 @@ def test_the_newest_frames_stacked_on_the_device_are_the_stack(episodic_life):
     ],
 )
 def test_what_agents_see(env_id, shape, dtype):
-    env = envs.make_host(env_id, {}, {})
+    try:
+        env = envs.make_host(env_id, {}, {})
+    except ConfigError as error:
+        if "Qt 5" in str(error):
+            pytest.skip("this machine lacks Qt 5, which envpool 1.2.5 needs for Procgen")
+        raise
     assert (env.spec.observation.shape, env.spec.observation.dtype) == (shape, dtype)
     out = play(env, 3, seeds=(1, 2))
     observation = env.receive(out.timestep.observation[-1], np.zeros((2, *shape), dtype))
@@ -126,6 +131,7 @@ def test_what_agents_see(env_id, shape, dtype):
         ("envpool:Pongg-v5", {}, "did you mean Pong-v5"),
         ("envpool:Pong-v5", {"episodic_lives": True}, "did you mean episodic_life"),
         ("envpool:Pong-v5", {"num_envs": 3}, "num_envs"),
+        ("envpool:Pong-v5", {"noop_max": "many"}, "can't be made with env_kwargs"),
         ("envpool:MiniGrid-Empty-5x5-v0", {}, "observes Dict"),
         ("gymnasium:CartPole-v7", {}, "CartPole-v1"),
         ("gymnasium:LunarLandr-v3", {}, "LunarLander-v3"),

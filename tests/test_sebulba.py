@@ -145,8 +145,16 @@ def config_of(config):
     return sebulba_config(num_envs=config.num_envs, unroll_length=config.unroll_length, **SOLO)
 
 
+SPLITS = [
+    ((0, 1), tuple(range(2, 8)), 2),
+    pytest.param((0,), tuple(range(1, 8)), 4, marks=pytest.mark.slow),
+    pytest.param((0, 1, 2, 3), (4, 5, 6, 7), 1, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("actors", "learners", "threads"), SPLITS)
 @pytest.mark.parametrize("agent", ["ppo", pytest.param("vtrace", marks=pytest.mark.slow)])
-def test_devices_do_not_change_what_is_learned(agent):
+def test_devices_do_not_change_what_is_learned(agent, actors, learners, threads):
     """2 + 6, 1 + 7, 4 + 4 and one shared device: the same schedule, the same result."""
 
     def result(actors, learners, threads):
@@ -163,17 +171,11 @@ def test_devices_do_not_change_what_is_learned(agent):
         )
         return train(config)
 
-    shared = result((0,), (0,), 4)
-    for actors, learners, threads in (
-        ((0, 1), tuple(range(2, 8)), 2),
-        ((0,), tuple(range(1, 8)), 4),
-        ((0, 1, 2, 3), (4, 5, 6, 7), 1),
-    ):
-        other = result(actors, learners, threads)
-        np.testing.assert_allclose(weights_of(other), weights_of(shared), atol=2e-5)
-        for a, b in zip(other.metrics, shared.metrics, strict=True):
-            assert a["train/episodes"] == b["train/episodes"]
-            np.testing.assert_allclose(a["loss/total"], b["loss/total"], rtol=1e-3, atol=1e-4)
+    shared, other = result((0,), (0,), 4), result(actors, learners, threads)
+    np.testing.assert_allclose(weights_of(other), weights_of(shared), atol=2e-5)
+    for a, b in zip(other.metrics, shared.metrics, strict=True):
+        assert a["train/episodes"] == b["train/episodes"]
+        np.testing.assert_allclose(a["loss/total"], b["loss/total"], rtol=1e-3, atol=1e-4)
 
 
 def test_timing_changes_nothing(monkeypatch):

@@ -133,7 +133,7 @@ def make(
 
     Raises:
       ConfigError: no such environment or option, a space agents can't act in or observe, or envpool
-        is not installed.
+        or what it needs is not installed. One environment is made once, to find out.
     """
     envpool = _import()
     known = envpool.list_all_envs()
@@ -150,11 +150,19 @@ def make(
             f"sebulba.newest_frame is for environments that stack frames; envpool:{name} has no "
             "option stack_num"
         )
-    spec = envpool.make_spec(name, **kwargs)
 
     def pool(seeds: Sequence[int], threads: int) -> EnvPool:
         return EnvPool(name, kwargs, seeds, threads, newest=newest_frame)
 
+    try:
+        spec = envpool.make_spec(name, **kwargs)
+        pool([0], 1).close()
+    except Exception as error:
+        # An option of the wrong type, or a library of the system that some games need.
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"envpool:{name} can't be made with env_kwargs={dict(kwargs)}: {reason}"
+        ) from error
     env = spaces.host_environment(
         f"envpool:{name}", spec.gymnasium_observation_space, spec.gymnasium_action_space, pool
     )

@@ -66,6 +66,15 @@ def ceiling(run: Run, pools: list[Pool], seconds: float) -> float:
     return sum(counts) / (time.perf_counter() - start)
 
 
+def settle(supervisor: Supervisor) -> None:
+    """Waits until actors have done all that they may do ahead of the learner."""
+    quiet = 0
+    while quiet < 3:
+        time.sleep(0.1)
+        supervisor.check()
+        quiet = quiet + 1 if supervisor.idle() else 0
+
+
 def measure(run: Run, seconds: float, rounds: int) -> tuple[list[float], list[float], dict, float]:
     """Rates of learning and of pools alone, what the last round's learning went to (seconds), and
     seconds to compile."""
@@ -92,8 +101,9 @@ def measure(run: Run, seconds: float, rounds: int) -> tuple[list[float], list[fl
         once = update(3) / 3
         count = max(3, round(seconds / once))
         for _ in range(rounds):
+            settle(supervisor)
             alone.append(ceiling(run, pools, seconds))
-            # Actors have waited with what they had done by then: that is not counted.
+            # What they had done ahead is not counted.
             update(2)
             breakdown.clear()
             learn.append(count * run.sizes.steps_per_update / update(count))

@@ -1,6 +1,5 @@
 """Judging a policy: a fixed number of whole episodes, with a cap on their length."""
 
-import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,8 +14,6 @@ from podracer.config import EvaluationConfig
 from podracer.envs import spaces
 from podracer.rollout import HostState
 from podracer.types import Agent, Array, Environment, HostEnvironment, Pool, Weights
-
-Watch = Callable[[str], contextlib.AbstractContextManager[None]]
 
 
 class Episodes(NamedTuple):
@@ -96,7 +93,8 @@ def make_evaluate(
 class HostEvaluation:
     """Evaluation on environments of the host: one episode of each environment of a pool.
 
-    The pool is built when it is first needed, and kept.
+    The pool is built when it is first needed, and kept. One that fails is not rebuilt: an
+    evaluation has nothing to cut.
     """
 
     def __init__(
@@ -123,17 +121,17 @@ class HostEvaluation:
         self._arrive = jax.jit(partial(rollout.host_arrive, env), donate_argnums=0)
         self._act = jax.jit(act, donate_argnums=1)
 
-    def __call__(self, weights: Weights, key: Array, watch: Watch) -> Episodes:
+    def __call__(self, weights: Weights, key: Array, beat: Callable[[str], None]) -> Episodes:
         """Plays.
 
         Args:
           weights: on the device to act on.
           key: on that device.
-          watch: told of what could hang.
+          beat: told what is done next; it may raise.
         """
-        with watch("building its pool"):
-            self._pool = self._pool or self._make_pool()
-            step = self._pool.reset()
+        beat("building its pool")
+        self._pool = self._pool or self._make_pool()
+        step = self._pool.reset()
         device = key.device
         state = self._start(*jax.device_put((self._ids, step.timestep), device))
         ret = np.zeros(len(self._ids))
@@ -141,9 +139,8 @@ class HostEvaluation:
         complete = np.zeros(len(self._ids), bool)
         for count in range(self._config.max_steps):
             state, action = self._act(weights, state, key, jax.device_put(np.int32(count), device))
-            action = np.asarray(action)
-            with watch("stepping its pool"):
-                step = self._pool.step(action)
+            beat("stepping its pool")
+            step = self._pool.step(np.asarray(action))
             ret += np.where(complete, 0, step.score)
             length += ~complete & ~step.timestep.first
             complete |= step.over

@@ -42,8 +42,14 @@ class Result(NamedTuple):
     summary: dict[str, Any]
 
 
-def _check_finite(losses: dict[str, Any], first_update: int, sizes: Sizes) -> None:
-    """Raises ``DivergedError`` with the steps of the first update that has a NaN or infinity."""
+def check_finite(losses: dict[str, Any], first_update: int, sizes: Sizes) -> None:
+    """Raises ``DivergedError`` with the steps of the first update that has a NaN or infinity.
+
+    Args:
+      losses: by name, ``[K]`` each.
+      first_update: the number of the first of these K updates.
+      sizes: of the run.
+    """
     # These two follow whatever goes wrong in learning; other metrics are there to look at.
     bad = {name: ~np.isfinite(losses[name]) for name in ("total", "grad_norm")}
     worst = np.logical_or.reduce(list(bad.values()))
@@ -90,7 +96,7 @@ class _Log:
     def read(self, call: int, metrics: CallMetrics, evaluation: Row) -> None:
         """Waits for the metrics of a call, checks them and writes them down."""
         sizes, metrics = self._sizes, jax.device_get(metrics)
-        _check_finite(metrics.losses, call * sizes.updates_per_call, sizes)
+        check_finite(metrics.losses, call * sizes.updates_per_call, sizes)
         step = (call + 1) * sizes.updates_per_call * sizes.steps_per_update
         seconds = self._clock.training()
         row: Row = {

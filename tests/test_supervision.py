@@ -12,7 +12,7 @@ import pytest
 
 from podracer import cli, returns
 from podracer.envs import dummy
-from podracer.errors import ActorError
+from podracer.errors import ActorError, DivergedError
 from podracer.sebulba import actor as actor_lib
 from podracer.sebulba.pipeline import Channel, Publisher, Stopped, Supervisor
 from tests import faulty
@@ -113,14 +113,32 @@ def test_an_actor_that_fails_anywhere_stops_the_run(monkeypatch):
         train(sebulba_config(**SIZES))
 
 
-def test_an_evaluation_that_hangs_or_fails_stops_the_run():
+@pytest.mark.parametrize(
+    ("how", "message"), [("raise", "failed"), ("hang", "hangs: stepping its pool")]
+)
+def test_an_evaluation_that_hangs_or_fails_stops_the_run(how, message):
     def make(seeds):
         # Evaluation's pool alone is of eight environments.
         pool = dummy.CountingPool(seeds)
-        return faulty.Broken(pool, 2, "raise") if len(seeds) == 8 else pool
+        return faulty.Broken(pool, 2, how) if len(seeds) == 8 else pool
 
-    with pytest.raises(ActorError, match="thread 'evaluation' failed"):
-        train(sebulba_config(**SIZES), faulty.host(make))
+    with pytest.raises(ActorError, match=f"thread 'evaluation' {message}"):
+        train(sebulba_config(**SIZES, sebulba__timeout_s=2.0), faulty.host(make))
+
+
+def test_a_hang_anywhere_in_an_actor_is_noticed(monkeypatch):
+    monkeypatch.setattr(actor_lib.Games, "take", lambda self: time.sleep(30))
+    with pytest.raises(ActorError, match="hangs: sending its unroll has taken more than"):
+        train(sebulba_config(**SIZES, sebulba__timeout_s=2.0))
+
+
+def test_divergence_is_no_fault_of_the_environment():
+    """NaN weights are never acted with: many updates a call, and a pool that minds its actions."""
+    config = sebulba_config(
+        **SIZES, learning_rate=1e38, max_grad_norm=0.0, updates_per_call=10, optimizer="rmsprop"
+    )
+    with pytest.raises(DivergedError, match="update"):
+        train(config)
 
 
 def test_a_hang_ends_the_process_with_name_and_traceback(tmp_path):

@@ -119,8 +119,9 @@ def preprocess(
 ) -> tuple[Trajectory, dict[str, Any]]:
     """The trajectory as acted on (normalised by the weights' statistics), and the next statistics.
 
-    Observations are normalised by the statistics they were acted on with, or importance ratios
-    would not be 1 at the first gradient step; rewards by statistics that include this batch.
+    Observations are normalised by the weights' statistics: without lag those they were acted on
+    with, or importance ratios would not be 1 at the first gradient step. Rewards are by statistics
+    that include this batch.
     """
     timestep, stats = trajectory.timestep, dict(weights.stats)
     if stats["observation"]:

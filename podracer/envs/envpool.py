@@ -141,28 +141,30 @@ def make(
         raise unknown("envpool environment", name, known)
     if params:
         raise ConfigError(f"envpool:{name} has no env_params, got {dict(params)}; use env_kwargs")
-    available = set(envpool.make_spec(name).config._fields) - set(OURS)
-    for key in kwargs:
-        if key not in available:
-            raise unknown(f"option of envpool:{name} in env_kwargs", key, available)
-    if newest_frame and "stack_num" not in available:
-        raise ConfigError(
-            f"sebulba.newest_frame is for environments that stack frames; envpool:{name} has no "
-            "option stack_num"
-        )
 
     def pool(seeds: Sequence[int], threads: int) -> EnvPool:
         return EnvPool(name, kwargs, seeds, threads, newest=newest_frame)
 
     try:
+        available = set(envpool.make_spec(name).config._fields) - set(OURS)
+        for key in kwargs:
+            if key not in available:
+                raise unknown(f"option of envpool:{name} in env_kwargs", key, available)
         spec = envpool.make_spec(name, **kwargs)
         pool([0], 1).close()
+    except ConfigError:
+        raise
     except Exception as error:
         # An option of the wrong type, or a library of the system that some games need.
         reason = str(error).partition("\n")[0]
         raise ConfigError(
             f"envpool:{name} can't be made with env_kwargs={dict(kwargs)}: {reason}"
         ) from error
+    if newest_frame and "stack_num" not in available:
+        raise ConfigError(
+            f"sebulba.newest_frame is for environments that stack frames; envpool:{name} has no "
+            "option stack_num"
+        )
     env = spaces.host_environment(
         f"envpool:{name}", spec.gymnasium_observation_space, spec.gymnasium_action_space, pool
     )

@@ -63,9 +63,15 @@ class SteadyPool:
     """
 
     def __init__(
-        self, env: HostEnvironment, make: Callable[[int], Pool], batch: int, max_restarts: int
+        self,
+        env: HostEnvironment,
+        make: Callable[[int], Pool],
+        batch: int,
+        max_restarts: int,
+        beat: Callable[[str], None],
     ):
-        """``make(restarts)`` builds a pool of ``batch`` environments."""
+        """``make(restarts)`` builds a pool of ``batch`` environments; ``beat`` is told so."""
+        self._beat = beat
         self.restarts = 0
         self.games = Games(batch)
         self._make, self._max_restarts = make, max_restarts
@@ -80,6 +86,7 @@ class SteadyPool:
     def reset(self) -> HostStep:
         """Builds the pool and resets it. One that can't be built at first is no case for another
         try: errors pass."""
+        self._beat("building its pool")
         self.close()
         self._pool = self._make(self.restarts)
         return self._checked(self._pool.reset())
@@ -87,6 +94,7 @@ class SteadyPool:
     def step(self, action: np.ndarray) -> HostStep:
         """Steps the pool; where that fails, rebuilds and resets it."""
         assert self._pool is not None, "reset comes first"
+        self._beat("stepping its pool")
         try:
             return self._checked(self._pool.step(action))
         except Exception as error:
@@ -178,39 +186,45 @@ def run(
       schedule: what to do when.
       publisher: where weights come from.
       channel: where unrolls go to.
-      supervisor: who is to be told what could hang.
+      supervisor: who watches over it.
     """
-    pool = SteadyPool(env, actor.make_pool, len(actor.env_ids), schedule.max_restarts)
-    clock = Clock()
+    beat, clock = supervisor.beat, Clock()
+    pool = SteadyPool(env, actor.make_pool, len(actor.env_ids), schedule.max_restarts, beat)
 
     def advance(action: Array) -> TimeStep:
-        supervisor.check_stopping()
+        beat("waiting for actions")
         with clock.measure(INFERENCE):
-            # Waits for the device.
             chosen = np.asarray(action)
-        with clock.measure(ENVIRONMENT), supervisor.watch("stepping its pool"):
+        with clock.measure(ENVIRONMENT):
             return pool.step(chosen).timestep
 
     try:
-        with supervisor.watch("building its pool"):
-            first = pool.reset()
+        first = pool.reset()
         state = functions.start(actor.env_ids, first.timestep)
         for n in range(schedule.num_unrolls):
             with clock.measure(WAIT):
                 wanted = None if schedule.lag is None else max(0, n - schedule.lag)
                 version, weights = publisher.get(actor.device, wanted)
+            beat("acting")
             with clock.measure(INFERENCE):
                 recording, action = functions.begin(weights, state, np.int32(n))
             for _ in range(schedule.length - 1):
                 sent = advance(action)
+                beat("acting")
                 with clock.measure(INFERENCE):
                     # Takes what the host sent as it is: a transfer of its own costs as much again.
                     recording, action = functions.act(weights, recording, sent)
             sent = advance(action)
+            beat("sending its unroll")
             with clock.measure(TRANSFER):
                 state, parts = functions.close(recording, sent)
                 parts = tuple(map(jax.device_put, parts, actor.learners))
+                jax.block_until_ready(parts)
+            unroll = Unroll(parts, version, pool.games.take(), pool.restarts, clock.take())
+            # Held by nobody else: what the learner is done with must not stay in memory.
+            del recording, parts
             with clock.measure(WAIT):
-                channel.put(Unroll(parts, version, pool.games.take(), pool.restarts, clock.take()))
+                channel.put(unroll)
+            del unroll
     finally:
         pool.close()

@@ -9,7 +9,7 @@ import numpy as np
 
 from podracer import mesh as mesh_lib
 from podracer.config import Sizes
-from podracer.loop import CallMetrics
+from podracer.loop import CallMetrics, check_finite
 from podracer.metrics import Clock, Row
 from podracer.rollout import EpisodeMetrics
 from podracer.sebulba import actor as actor_lib
@@ -65,9 +65,13 @@ class Learner:
                 state, weights, metrics = self._update(state, trajectories)
                 del trajectories
                 losses.append(jax.device_get(metrics))
+            # Before actors get these weights: what they did with them would hide the cause.
+            new = {name: x[None] for name, x in losses[-1].items()}
+            check_finite(new, self.version, self._sizes)
             lags += [self.version - unroll.version for unroll in taken]
-            # Their trajectories are done with: memory.
             unrolls += [unroll._replace(parts=()) for unroll in taken]
+            # Their trajectories are done with.
+            del taken
             self.version += 1
             with self._clock.measure(PUBLISH):
                 self.publish(weights)

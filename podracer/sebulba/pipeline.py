@@ -5,13 +5,12 @@ Each actor thread has a bounded ``Channel`` for its unrolls; weights go the othe
 stops all. Every wait ends when it says stop.
 """
 
-import contextlib
 import queue
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from podracer.errors import ActorError
@@ -76,22 +75,27 @@ class Supervisor:
                 # The first failure is the cause, what follows it are consequences.
                 self._failure = self._failure or (name, error)
                 self.stopping.set()
+            finally:
+                self._doing.pop(name, None)
 
         thread = self._threads[name] = threading.Thread(target=run, name=name, daemon=True)
         thread.start()
 
-    @contextlib.contextmanager
-    def watch(self, what: str) -> Iterator[None]:
-        """The calling thread is doing something that could hang."""
-        name = threading.current_thread().name
-        self._doing[name] = (what, time.monotonic())
-        try:
-            yield
-        finally:
-            del self._doing[name]
+    def beat(self, what: str) -> None:
+        """The calling thread goes on, to do this; to be called often enough to tell a hang.
+
+        Raises:
+          Stopped: everything has to end.
+        """
+        self.check_stopping()
+        self._doing[threading.current_thread().name] = (what, time.monotonic())
+
+    def idle(self) -> bool:
+        """Whether all threads wait for somebody else, or have ended."""
+        return not self._doing
 
     def check_stopping(self) -> None:
-        """Raises ``Stopped`` when everything has to end: for threads to call now and then."""
+        """Raises ``Stopped`` when everything has to end."""
         if self.stopping.is_set():
             raise Stopped
 
@@ -111,13 +115,16 @@ class Supervisor:
                 )
 
     def wait(self, done: Callable[[float], bool]) -> None:
-        """Calls ``done(seconds)``, which waits that long at most, until it is true.
+        """Calls ``done(seconds)``, which waits that long at most, until it is true. Waiting for
+        another thread is no hang: that one is watched.
 
         Raises:
           Stopped: in a thread, when the run ends.
           ActorError: in the main thread, see ``check``.
         """
-        main = threading.current_thread().name not in self._threads
+        name = threading.current_thread().name
+        main = name not in self._threads
+        self._doing.pop(name, None)
         while not done(LOOK):
             if main:
                 self.check()
@@ -210,12 +217,12 @@ class Publisher:
           The version and its weights on that device.
         """
 
-        def there(seconds: float) -> bool:
-            with self._changed:
-                return self._changed.wait_for(lambda: has(), seconds)
-
         def has() -> bool:
             return bool(self._versions) if version is None else version in self._versions
+
+        def there(seconds: float) -> bool:
+            with self._changed:
+                return self._changed.wait_for(has, seconds)
 
         self._supervisor.wait(there)
         with self._changed:

@@ -34,7 +34,7 @@ class Run(NamedTuple):
       env: where.
       parts: who acts and learns.
       split: which of this host's devices act and which learn.
-      mesh: over the learner devices of all processes.
+      mesh: over the learner devices.
       step: the learner's functions.
       unroll: an actor's functions.
       shapes: of what an actor's functions take and give.
@@ -74,6 +74,10 @@ def prepare(config: Config, env: HostEnvironment | None = None) -> Run:
       ConfigError: an impossible setting.
     """
     options = config.sebulba
+    if jax.process_count() > 1:
+        raise ConfigError(
+            f"Sebulba runs on one process so far, got {jax.process_count()}; Anakin runs on more"
+        )
     if config.stagger:
         raise ConfigError(
             f"stagger={config.stagger} is for environments written in JAX; set it to 0"
@@ -84,7 +88,7 @@ def prepare(config: Config, env: HostEnvironment | None = None) -> Run:
         )
     devices = mesh_lib.start(config.cpu_devices or 1, wanted=config.cpu_devices > 0)
     split = mesh_lib.split(
-        [device for device in devices if device.process_index == jax.process_index()],
+        devices,
         options.actor_devices,
         options.learner_devices,
         options.learners_per_actor,
@@ -109,13 +113,12 @@ def make_actors(run: Run) -> list[Actor]:
 
     Thread k of K steps this host's environments k, k + K, k + 2K, ... (see ``program.interleave``).
     """
-    process, count = jax.process_index(), run.num_threads
-    local = run.sizes.num_envs // jax.process_count()
+    count = run.num_threads
     pool_threads = run.config.sebulba.pool_threads or max(1, cores() // count)
     actors = []
     for k in range(count):
         number = k // run.config.sebulba.threads
-        env_ids = (process * local + np.arange(k, local, count)).astype(np.int32)
+        env_ids = np.arange(k, run.sizes.num_envs, count, dtype=np.int32)
 
         def make_pool(restarts: int, env_ids: np.ndarray = env_ids) -> Pool:
             seeds = pool_seeds(run.config, env_ids, restarts)
@@ -173,7 +176,7 @@ def make_evaluate(run: Run, supervisor: Supervisor) -> tuple[HostEvaluation, Any
     def evaluate(state: program.State) -> Episodes:
         key = make_key(state.key, state.train.step)
         weights, key = jax.device_put(mesh_lib.local((state.train.weights, key)), device)
-        return supervisor.call("evaluation", lambda: evaluation(weights, key, supervisor.watch))
+        return supervisor.call("evaluation", lambda: evaluation(weights, key, supervisor.beat))
 
     return evaluation, evaluate
 
@@ -261,19 +264,19 @@ def start(run: Run, writer: metrics.Writer, clock: metrics.Clock) -> loop.Result
     with Supervisor(run.config.sebulba.timeout_s) as supervisor:
         learner = launch(run, compiled, supervisor)
         evaluation, evaluate = make_evaluate(run, supervisor)
-        try:
-            return loop.run(
-                compiled.state,
-                step=learner.step,
-                evaluate=evaluate,
-                config=run.config,
-                sizes=run.sizes,
-                writer=writer,
-                clock=clock,
-                report=learner.report,
-            )
-        finally:
-            evaluation.close()
+        result = loop.run(
+            compiled.state,
+            step=learner.step,
+            evaluate=evaluate,
+            config=run.config,
+            sizes=run.sizes,
+            writer=writer,
+            clock=clock,
+            report=learner.report,
+        )
+    # Not where the run fails: its thread may still be in there.
+    evaluation.close()
+    return result
 
 
 def layout(run: Run) -> dict[str, str]:
@@ -286,5 +289,5 @@ def layout(run: Run) -> dict[str, str]:
         "actors": f"devices {actors} ({kind}), {options.threads} threads each, {lag}",
         "learners": f"devices {learners}",
         "environments": f"{run.sizes.num_envs:,} = {threads} pools of "
-        f"{run.sizes.num_envs // jax.process_count() // threads:,}",
+        f"{run.sizes.num_envs // threads:,}",
     }

@@ -120,6 +120,19 @@ def _newest(env: HostEnvironment, name: str, options: Mapping[str, Any]) -> Host
     return env._replace(sent=sent, receive=_stack)
 
 
+def _check_options(
+    name: str, kwargs: Mapping[str, Any], options: set[str], newest_frame: bool
+) -> None:
+    for key in kwargs:
+        if key not in options:
+            raise unknown(f"option of envpool:{name} in env_kwargs", key, options)
+    if newest_frame and "stack_num" not in options:
+        raise ConfigError(
+            f"sebulba.newest_frame is for environments that stack frames; envpool:{name} has no "
+            "option stack_num"
+        )
+
+
 def make(
     name: str, kwargs: Mapping[str, Any], params: Mapping[str, Any], *, newest_frame: bool = False
 ) -> HostEnvironment:
@@ -146,25 +159,18 @@ def make(
         return EnvPool(name, kwargs, seeds, threads, newest=newest_frame)
 
     try:
-        available = set(envpool.make_spec(name).config._fields) - set(OURS)
-        for key in kwargs:
-            if key not in available:
-                raise unknown(f"option of envpool:{name} in env_kwargs", key, available)
+        options = set(envpool.make_spec(name).config._fields) - set(OURS)
+        _check_options(name, kwargs, options, newest_frame)
         spec = envpool.make_spec(name, **kwargs)
         pool([0], 1).close()
-    except ConfigError:
-        raise
-    except Exception as error:
+    except (ImportError, TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, ConfigError):
+            raise
         # An option of the wrong type, or a library of the system that some games need.
         reason = str(error).partition("\n")[0]
         raise ConfigError(
             f"envpool:{name} can't be made with env_kwargs={dict(kwargs)}: {reason}"
         ) from error
-    if newest_frame and "stack_num" not in available:
-        raise ConfigError(
-            f"sebulba.newest_frame is for environments that stack frames; envpool:{name} has no "
-            "option stack_num"
-        )
     env = spaces.host_environment(
         f"envpool:{name}", spec.gymnasium_observation_space, spec.gymnasium_action_space, pool
     )

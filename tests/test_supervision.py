@@ -175,11 +175,14 @@ def test_a_failure_ends_the_process_within_ten_seconds(tmp_path):
     assert "the simulator has crashed" in errors
 
 
-def test_an_interrupt_ends_cleanly(tmp_path):
+@pytest.mark.parametrize("env", ["dummy:counting", "envpool:CartPole-v1"])
+def test_an_interrupt_ends_cleanly(env, tmp_path):
+    """Most of the time of these runs is evaluation's."""
     with subprocess.Popen(
         command(
-            "dummy:counting",
+            env,
             tmp_path,
+            "--config.evaluation.every=1",
             "--config.total_steps=1_000_000_000",
             "--config.updates_per_call=1",
         ),

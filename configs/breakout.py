@@ -6,6 +6,8 @@ Protocol: that of Machado et al. 2018 (https://arxiv.org/abs/1709.06009) but for
 actions of .25, the full set of 18 actions, 4 frames skipped, 84 x 84 gray frames of which 4 are
 stacked. A lost life ends an episode for the agent (``episodic_life``), rewards are clipped to their
 sign; returns are those of whole games.
+
+It has not been trained to the end yet.
 """
 
 import ml_collections

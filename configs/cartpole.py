@@ -1,9 +1,11 @@
-"""CartPole-v1, by PPO or V-trace.
+"""CartPole-v1, by PPO or V-trace, in JAX or on the host.
 
     python -m podracer.anakin --config=configs/cartpole.py
     python -m podracer.anakin --config=configs/cartpole.py --config.agent=vtrace
+    python -m podracer.sebulba --config=configs/cartpole.py --config.env=envpool:CartPole-v1
 
-Hardware: 2 CPU cores, under 20 seconds in all. Expected: a final evaluation of 475 to 500 of 500.
+Hardware: 2 CPU cores, under 20 seconds in all by Anakin and 30 by Sebulba. Expected: a final
+evaluation of 475 to 500 of 500.
 """
 
 import ml_collections

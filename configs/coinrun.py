@@ -1,6 +1,8 @@
 """CoinRun of Procgen by envpool, easy levels, by PPO with IMPALA's residual network.
 
-python -m podracer.sebulba --config=configs/coinrun.py
+    python -m podracer.sebulba --config=configs/coinrun.py
+
+It has not been trained to the end yet. On Python 3.11 envpool needs the system's Qt 5 for Procgen.
 """
 
 import ml_collections

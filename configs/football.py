@@ -1,6 +1,8 @@
 """Google Research Football by envpool, an academy scenario on "super mini map" images, by V-trace.
 
-python -m podracer.sebulba --config=configs/football.py
+    python -m podracer.sebulba --config=configs/football.py
+
+It has not been trained to the end yet.
 """
 
 import ml_collections

@@ -1,6 +1,8 @@
 """HalfCheetah-v4 of MuJoCo by envpool, stepped on the host: continuous actions, by PPO.
 
-python -m podracer.sebulba --config=configs/halfcheetah.py
+    python -m podracer.sebulba --config=configs/halfcheetah.py
+
+Hardware: 2 CPU cores, 126 seconds. Expected: 6,297 with seed 0 (random actions: about -280).
 """
 
 import ml_collections

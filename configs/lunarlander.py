@@ -1,7 +1,10 @@
 """LunarLander-v3 of envpool, stepped on the host, by PPO or V-trace.
 
-python -m podracer.sebulba --config=configs/lunarlander.py
-python -m podracer.sebulba --config=configs/lunarlander.py --config.agent=vtrace
+    python -m podracer.sebulba --config=configs/lunarlander.py
+    python -m podracer.sebulba --config=configs/lunarlander.py --config.agent=vtrace
+
+Hardware: 2 CPU cores, 75 to 110 seconds. Expected: an evaluation above 200, which is "solved";
+with seed 0 V-trace reached 233, and PPO 252 in half as many steps.
 """
 
 import ml_collections

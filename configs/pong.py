@@ -5,6 +5,8 @@
 Protocol: 4 frames skipped, 84 x 84 gray frames of which 4 are stacked, up to 30 no-ops at the
 start, no sticky actions (``repeat_action_probability`` 0), the game's own minimal set of actions,
 no life loss (Pong has no lives), rewards clipped to their sign; returns are those of the game.
+
+It has not been trained to the end yet.
 """
 
 import ml_collections

@@ -220,7 +220,7 @@ def test_what_is_truncated_at_the_cap_is_complete():
     config.total_steps, config.num_envs, config.unroll_length = 128, 8, 16
     config.env_params = {"max_steps_in_episode": 5}
     config.evaluation.episodes = 4
-    for cap, complete in ((4, 0), (5, 4), (6, 4)):
+    for cap, complete in ((4, 0), (5, 4)):
         config.evaluation.max_steps = cap
         row = anakin.train(config, quiet=True).metrics[-1]
         assert row["eval/complete"] == complete

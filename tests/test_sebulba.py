@@ -90,7 +90,9 @@ def same_phases(monkeypatch, config):
     return state, step
 
 
-@pytest.mark.parametrize(("agent", "core"), [("ppo", "gru"), ("vtrace", "none")])
+@pytest.mark.parametrize(
+    ("agent", "core"), [("ppo", "gru"), pytest.param("vtrace", "none", marks=pytest.mark.slow)]
+)
 def test_counting_in_jax_and_on_the_host_give_the_same_updates(agent, core, monkeypatch):
     """Anakin and Sebulba without lag: trajectories and so weights, over several updates."""
     changes = {

@@ -49,7 +49,10 @@ def command(env: str, tmp_path, *arguments: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("how", ["raise", "nan", "shape"])
+@pytest.mark.parametrize(
+    "how",
+    ["nan", *(pytest.param(how, marks=pytest.mark.slow) for how in ("raise", "shape"))],
+)
 def test_a_broken_pool_is_rebuilt_and_its_sequence_cut(how):
     env = faulty.host(lambda seeds: faulty.Broken(dummy.CountingPool(seeds), 20, how))
     result = train(sebulba_config(**SIZES, sebulba__max_restarts=100), env)

@@ -97,4 +97,4 @@ def test_sizes(path):
     for function, depth in functions(path):
         assert depth <= 3, f"{function.name} is nested {depth} deep"
         lines = function.end_lineno - function.lineno + 1
-        assert lines <= 75, f"{function.name} has {lines} lines"
+        assert lines <= 70, f"{function.name} has {lines} lines"

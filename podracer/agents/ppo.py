@@ -93,6 +93,19 @@ def _value_error(value: Array, sample: Sample, clip: float) -> Array:
     return jnp.maximum(error, (moved - sample.target.value) ** 2)
 
 
+def _surrogate(log_prob: Array, sample: Sample, advantage: Array, clip: float) -> dict[str, Array]:
+    """Equation 7 of the paper, negated, and how far the policy has moved; an entry an item."""
+    log_ratio = log_prob - sample.log_prob
+    ratio = jnp.exp(log_ratio)
+    clipped = jnp.clip(ratio, 1 - clip, 1 + clip)
+    return {
+        "policy": -jnp.minimum(ratio * advantage, clipped * advantage),
+        # The estimator k3 of http://joschu.net/blog/kl-approx.html.
+        "approx_kl": ratio - 1 - log_ratio,
+        "clip_fraction": jnp.abs(ratio - 1) > clip,
+    }
+
+
 def make(
     spec: Spec, network: Network, common: ActorCriticConfig, config: PPOConfig, all_mean: Mean
 ) -> Agent:
@@ -137,25 +150,19 @@ def make(
         target = sample.target
         _, policy, value = network.apply(params, memory, sample.observation, sample.first)
         distribution = network.distribution(policy)
+        log_prob = jnp.asarray(distribution.log_prob(sample.action))
 
-        log_ratio = distribution.log_prob(sample.action) - sample.log_prob
-        ratio = jnp.exp(log_ratio)
         advantage = target.advantage
         if config.advantage_normalization == "minibatch":
             advantage = _normalize(advantage, target.valid, all_mean)
-        clipped = jnp.clip(ratio, 1 - config.clip, 1 + config.clip)
-
         # Means over all entries with the invalid ones at zero, not over the valid ones: so the
         # mean of devices' means is the mean over all, whatever their shares of valid entries.
         means = {
             name: (target.valid * x).mean()
             for name, x in {
-                "policy": -jnp.minimum(ratio * advantage, clipped * advantage),
+                **_surrogate(log_prob, sample, advantage, config.clip),
                 "value": 0.5 * _value_error(value, sample, config.value_clip),
                 "entropy": distribution.entropy(),
-                # The estimator k3 of http://joschu.net/blog/kl-approx.html.
-                "approx_kl": ratio - 1 - log_ratio,
-                "clip_fraction": jnp.abs(ratio - 1) > config.clip,
             }.items()
         }
         total = (

@@ -68,12 +68,13 @@ def test_cartpole_is_learned_with_every_seed(agent, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("agent", ["ppo", "vtrace"])
-def test_cartpole_is_learned_by_sebulba_too(agent, tmp_path):
+@pytest.mark.parametrize(("agent", "learning_rate"), [("ppo", 1e-3), ("vtrace", 3e-4)])
+def test_cartpole_is_learned_by_sebulba_too(agent, learning_rate, tmp_path):
     score = final_return(
         tmp_path,
         "--config.env=envpool:CartPole-v1",
         f"--config.agent={agent}",
+        f"--config.learning_rate={learning_rate}",
         architecture="sebulba",
     )
     assert score >= 475

@@ -148,7 +148,7 @@ def main() -> None:
     override(config.sebulba, args, "threads", "pool_threads")
     config.sebulba.newest_frame = args.newest_frame
     # More updates than are ever timed: actors must not run out of work.
-    config.total_steps, config.anneal = 10**12, False
+    config.total_steps, config.updates_per_call, config.anneal = 10**12, 1, False
     run = prepare(config_lib.parse(config))
     if not args.config and len(run.env.spec.observation.shape) == 3:
         config.network.torso = "pixels"

@@ -305,6 +305,12 @@ def _nearest_multiple(n: int, divisor: int) -> int:
     return max(1, round(n / divisor)) * divisor
 
 
+def cpu_cores() -> int:
+    """CPU cores this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
 def auto_cpu_devices(config: Config) -> int:
     """How many devices a CPU is split into by default: two where that was measured to be faster.
 
@@ -312,10 +318,9 @@ def auto_cpu_devices(config: Config) -> int:
     from 256 transitions a device and gradient step on (benchmarks/README.md), and was measured on
     two cores only: more devices are for ``cpu_devices`` to ask for.
     """
-    affinity = getattr(os, "sched_getaffinity", None)
-    devices, cores = 2, len(affinity(0)) if affinity else os.cpu_count() or 1
+    devices = 2
     per_step = config.num_envs * config.unroll_length // config.num_minibatches
     whole = config.agent == "vtrace" or config.network.core != "none"
     items = config.num_envs * (1 if whole else config.unroll_length)
     divides = config.num_envs % devices == 0 and items % (devices * config.num_minibatches) == 0
-    return devices if cores >= devices and per_step >= 256 * devices and divides else 1
+    return devices if cpu_cores() >= devices and per_step >= 256 * devices and divides else 1

@@ -193,6 +193,13 @@ class HostUnroll(NamedTuple):
     close: Callable[[Recording, TimeStep], tuple[HostState, tuple[Trajectory, ...]]]
 
 
+def sent_shapes(env: HostEnvironment, batch: int) -> TimeStep:
+    """Shapes of a time step of ``batch`` environments as it travels."""
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    one = TimeStep(env.sent, scalar, scalar, jax.ShapeDtypeStruct((), jnp.bool_))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch, *x.shape), x.dtype), one)
+
+
 def host_start(env: HostEnvironment, agent: Agent, env_ids: Array, sent: TimeStep) -> HostState:
     """The state after a pool's reset: no memory, and nothing observed before."""
     spec = env.spec.observation

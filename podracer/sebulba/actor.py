@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from podracer.metrics import Clock
-from podracer.rollout import EpisodeMetrics, HostUnroll
+from podracer.rollout import EpisodeMetrics, HostUnroll, sent_shapes
 from podracer.sebulba.pipeline import Channel, Publisher, Supervisor, Unroll
 from podracer.types import Array, Device, HostEnvironment, HostStep, Pool, TimeStep
 
@@ -76,12 +76,8 @@ class SteadyPool:
         self.games = Games(batch)
         self._make, self._max_restarts = make, max_restarts
         self._pool: Pool | None = None
-        scalar = jax.ShapeDtypeStruct((), np.float32)
-        expected = TimeStep(env.sent, scalar, scalar, jax.ShapeDtypeStruct((), np.bool_))
-        paths, _ = jax.tree_util.tree_flatten_with_path(expected)
-        self._expected = [
-            (jax.tree_util.keystr(path), (batch, *x.shape), x.dtype) for path, x in paths
-        ]
+        paths, _ = jax.tree_util.tree_flatten_with_path(sent_shapes(env, batch))
+        self._expected = [(jax.tree_util.keystr(path), x.shape, x.dtype) for path, x in paths]
 
     def reset(self) -> HostStep:
         """Builds the pool and resets it. One that can't be built at first is no case for another

@@ -109,13 +109,6 @@ def make_unroll(
     return functions._replace(begin=begin)
 
 
-def sent_shapes(env: HostEnvironment, batch: int) -> TimeStep:
-    """Shapes of a time step of ``batch`` environments as it travels."""
-    scalar = jax.ShapeDtypeStruct((), jnp.float32)
-    one = TimeStep(env.sent, scalar, scalar, jax.ShapeDtypeStruct((), jnp.bool_))
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch, *x.shape), x.dtype), one)
-
-
 class ActorShapes(NamedTuple):
     """What an actor's functions take and give."""
 
@@ -134,7 +127,7 @@ def actor_shapes(
     """Shapes of everything on an actor device; found without compiling."""
     env_ids = jax.ShapeDtypeStruct((batch,), np.int32)
     number = jax.ShapeDtypeStruct((), np.int32)
-    sent = sent_shapes(env, batch)
+    sent = rollout.sent_shapes(env, batch)
     state = jax.eval_shape(functions.start, env_ids, sent)
     recording, _ = jax.eval_shape(functions.begin, weights, state, number)
     _, parts = jax.eval_shape(functions.close, recording, sent)

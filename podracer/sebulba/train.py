@@ -114,7 +114,7 @@ def make_actors(run: Run) -> list[Actor]:
     Thread k of K steps this host's environments k, k + K, k + 2K, ... (see ``program.interleave``).
     """
     count = run.num_threads
-    pool_threads = run.config.sebulba.pool_threads or max(1, cores() // count)
+    pool_threads = run.config.sebulba.pool_threads or max(1, config_lib.cpu_cores() // count)
     actors = []
     for k in range(count):
         number = k // run.config.sebulba.threads
@@ -152,12 +152,6 @@ def pool_seeds(config: Config, env_ids: np.ndarray, generation: int) -> list[int
     return [(start + generation * total + int(i)) % 2**31 for i in env_ids]
 
 
-def cores() -> int:
-    """CPU cores this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
-
-
 def make_evaluate(run: Run, supervisor: Supervisor) -> tuple[HostEvaluation, Any]:
     """Evaluation on the first actor device, in a thread of its own: there a hang is noticed.
 
@@ -168,7 +162,8 @@ def make_evaluate(run: Run, supervisor: Supervisor) -> tuple[HostEvaluation, Any
     ids = config.num_envs + np.arange(config.evaluation.episodes)
 
     def make_pool() -> Pool:
-        return run.env.make(pool_seeds(config, ids, 0), config.sebulba.pool_threads or cores())
+        threads = config.sebulba.pool_threads or config_lib.cpu_cores()
+        return run.env.make(pool_seeds(config, ids, 0), threads)
 
     make_key = jax.jit(parts_lib.evaluation_key)
     evaluation = HostEvaluation(run.env, run.parts.agent, config.evaluation, make_pool)

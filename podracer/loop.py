@@ -7,8 +7,8 @@ import jax
 import numpy as np
 
 from podracer.config import Config, Sizes
+from podracer.episodes import Episodes
 from podracer.errors import DivergedError
-from podracer.evaluate import Episodes
 from podracer.metrics import Clock, Row, Writer
 from podracer.rollout import EpisodeMetrics
 from podracer.types import Weights

@@ -15,7 +15,7 @@ FLOORS = [
     ["agents", "mesh", "envs", "learner"],
     ["rollout"],
     ["config"],
-    ["evaluate", "parts"],
+    ["episodes", "parts"],
     ["metrics"],
     ["loop"],
     ["cli", "anakin", "sebulba"],

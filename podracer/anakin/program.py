@@ -16,7 +16,7 @@ from podracer import mesh as mesh_lib
 from podracer import parts as parts_lib
 from podracer import rollout
 from podracer.config import Config, Sizes
-from podracer.evaluate import Episodes, make_evaluate
+from podracer.episodes import Episodes, make_evaluate
 from podracer.loop import CallMetrics
 from podracer.parts import Parts
 from podracer.types import Agent, Array, Environment, TrainState

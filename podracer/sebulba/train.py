@@ -12,8 +12,8 @@ from podracer import envs, loop, metrics, prng
 from podracer import mesh as mesh_lib
 from podracer import parts as parts_lib
 from podracer.config import Config, Sizes
+from podracer.episodes import Episodes, HostEvaluation
 from podracer.errors import ConfigError
-from podracer.evaluate import Episodes, HostEvaluation
 from podracer.parts import Parts
 from podracer.rollout import HostUnroll
 from podracer.sebulba import actor as actor_lib

@@ -21,10 +21,10 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from podracer.config import Config, Sizes
 from podracer.errors import ConfigError
 from podracer.types import Device
+from podracer.workdir import CONFIG, METRICS, SUMMARY
 
 Row = dict[str, int | float]
 
-METRICS, CONFIG, SUMMARY = "metrics.jsonl", "config.json", "summary.json"
 PACKAGES = (
     "jax", "jaxlib", "flax", "optax", "rlax", "distrax", "chex", "gymnax", "envpool", "gymnasium",
     "numpy",

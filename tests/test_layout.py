@@ -9,14 +9,15 @@ ROOT = pathlib.Path(__file__).parent.parent / "podracer"
 # From the bottom up. A module imports from lower floors and from its own room.
 FLOORS = [
     ["errors"],
-    ["types"],
+    ["types", "workdir"],
     ["prng", "returns"],
     ["nets"],
     ["agents", "mesh", "envs", "learner"],
     ["rollout"],
     ["config"],
     ["episodes", "parts"],
-    ["metrics"],
+    ["curves", "metrics"],
+    ["plot"],
     ["loop"],
     ["cli", "anakin", "sebulba"],
 ]

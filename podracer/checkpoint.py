@@ -130,7 +130,11 @@ def _manager(folder: epath.Path, keep: int, *, read_only: bool = False) -> ocp.C
     preserve = [policies.LatestN(keep), policies.BestN(get_metric_fn=_score, n=1)]
     return ocp.CheckpointManager(
         folder,
-        item_names=(WEIGHTS, REST, PROGRESS),
+        item_handlers={
+            WEIGHTS: ocp.StandardCheckpointHandler(),
+            REST: ocp.StandardCheckpointHandler(),
+            PROGRESS: ocp.JsonCheckpointHandler(),
+        },
         options=ocp.CheckpointManagerOptions(
             best_fn=_score,
             preservation_policy=policies.AnyPreservationPolicy(preserve),

@@ -313,7 +313,8 @@ def sizes(config: Config, num_devices: int, num_threads: int = 0) -> Sizes:
         threads = f" times {num_threads} actor threads" if num_threads else ""
         raise ConfigError(
             f"num_envs={config.num_envs} does not divide over {num_devices} devices{threads}; "
-            f"{_nearest_multiple(config.num_envs, divisor)} would"
+            f"{_nearest_multiple(config.num_envs, divisor)} would, and so would "
+            f"{_divisors(config.num_envs, max(1, num_threads))} devices"
         )
     steps_per_update = config.num_envs * config.unroll_length
     updates = math.ceil(config.total_steps / steps_per_update)
@@ -335,6 +336,12 @@ def sizes(config: Config, num_devices: int, num_threads: int = 0) -> Sizes:
 
 def _nearest_multiple(n: int, divisor: int) -> int:
     return max(1, round(n / divisor)) * divisor
+
+
+def _divisors(num_envs: int, num_threads: int) -> str:
+    """Numbers of devices that this many environments divide over, the first eight."""
+    found = [n for n in range(1, num_envs + 1) if num_envs % (n * num_threads) == 0]
+    return ", ".join(map(str, found[:8])) or "no number of"
 
 
 def cpu_cores() -> int:

@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import jax
@@ -12,10 +13,11 @@ from podracer import workdir as workdir_lib
 from podracer.checkpoint import Checkpoints, Progress, load_weights
 from podracer.config import Config, Sizes
 from podracer.metrics import Clock, Row
+from podracer.plot import draw_run
 from podracer.screen import Screen
 from podracer.signals import StopSignals
 from podracer.types import Device
-from podracer.workdir import Workdir
+from podracer.workdir import Workdir, check_same_run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +45,20 @@ class Session:
       stop: whether the run has been asked to end.
     """
 
-    def __init__(self, config: Config, sizes: Sizes, options: Options):
+    def __init__(self, architecture: str, config: Config, sizes: Sizes, options: Options):
         """Claims the workdir.
+
+        Args:
+          architecture: "anakin" or "sebulba".
+          config: of the run.
+          sizes: of the run.
+          options: what else it is given.
 
         Raises:
           ConfigError: the workdir can't be written to, is in use, or holds another run.
         """
         self._config, self._sizes, self._options = config, sizes, options
+        self._architecture = architecture
         self._screen = Screen(level="quiet" if options.quiet else "normal")
         self._files: Workdir | None = None
         self._checkpoints: Checkpoints | None = None
@@ -60,11 +69,14 @@ class Session:
             return
         say = self._screen.say
         self._files = Workdir(options.workdir, restart=options.restart, say=say)
-        if self._files.config is not None:
-            changes = workdir_lib.check_same_run(self._files.config, dataclasses.asdict(config))
-            for line in changes:
-                say(line)
-        self._checkpoints = Checkpoints(self._files.path, config.checkpoint.keep, say)
+        with ExitStack() as on_error:
+            on_error.callback(self._files.close)
+            if self._files.config is not None:
+                now = {"architecture": architecture, **dataclasses.asdict(config)}
+                for line in check_same_run(self._files.config, now):
+                    say(line)
+            self._checkpoints = Checkpoints(self._files.path, config.checkpoint.keep, say)
+            on_error.pop_all()
 
     @property
     def rows(self) -> list[Row]:
@@ -93,6 +105,7 @@ class Session:
         self._screen.say(text)
         if self._files is not None:
             content = {
+                "architecture": self._architecture,
                 "config": dataclasses.asdict(config),
                 "sizes": dataclasses.asdict(sizes),
                 "layout": dict(layout),
@@ -187,6 +200,10 @@ class Session:
         """Writes summary.json and says how it went."""
         if self._files is not None:
             self._files.dump(workdir_lib.SUMMARY, summary)
+            try:
+                draw_run(self._files.path)
+            except OSError as error:
+                self.say(f"{workdir_lib.LEARNING_CURVE} could not be written: {error.strerror}")
         text = (
             f"evaluation {summary['eval_return_mean']:,.2f} +- {summary['eval_return_std']:,.2f} "
             f"over {summary['eval_episodes']} episodes\n"

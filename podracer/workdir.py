@@ -1,4 +1,4 @@
-"""The files of a run: config.json, metrics.jsonl, summary.json, and who holds them.
+"""The files in a run's folder: how they are read back, and who holds and writes them.
 
 A run is its workdir: what is there is continued, so a second process must never write to it, a
 half-written file never be taken for whole, and nothing that a run has left be lost.
@@ -11,7 +11,7 @@ import math
 import os
 import platform
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import IO, Any
 
 from etils import epath
@@ -20,15 +20,69 @@ from podracer.errors import ConfigError, SaveError
 from podracer.metrics import Row
 
 METRICS, CONFIG, SUMMARY, LOCK = "metrics.jsonl", "config.json", "summary.json", "lock"
+LEARNING_CURVE = "learning_curve.png"
 PACKAGES = (
     "jax", "jaxlib", "flax", "optax", "rlax", "distrax", "chex", "gymnax", "envpool", "gymnasium",
     "orbax-checkpoint", "numpy",
 )  # fmt: skip
 # What a run that goes on may not change: it would be another run, or its state would not fit.
 FIXED = (
-    "env", "env_kwargs", "env_params", "agent", "seed", "num_envs", "unroll_length", "network",
-    "optimizer", "normalize_observations", "normalize_rewards",
+    "architecture", "env", "env_kwargs", "env_params", "agent", "seed", "num_envs",
+    "unroll_length", "network", "optimizer", "normalize_observations", "normalize_rewards",
 )  # fmt: skip
+
+
+def read_config(workdir: epath.PathLike) -> dict[str, Any]:
+    """The content of ``config.json``.
+
+    Raises:
+      ConfigError: the folder is no run.
+    """
+    path = epath.Path(workdir)
+    try:
+        content = json.loads((path / CONFIG).read_text())
+        if not (isinstance(content, dict) and {"config", "sizes"} <= content.keys()):
+            raise ConfigError(f"{path / CONFIG} was not written by a run: no 'config' or 'sizes'")
+    except FileNotFoundError as error:
+        what = f"it has no {CONFIG}" if path.is_dir() else "there is no such folder"
+        inside = f"; it holds runs, give {path}/*" if any(path.glob(f"*/{CONFIG}")) else ""
+        raise ConfigError(f"{str(path)!r} is no run: {what}{inside}") from error
+    except NotADirectoryError as error:
+        raise ConfigError(f"{str(path)!r} is no run but a file; give its folder") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path / CONFIG} is damaged: {error}") from error
+    return content
+
+
+def read_rows(workdir: epath.PathLike) -> list[Row]:
+    """The rows of ``metrics.jsonl``, null being NaN again.
+
+    A last line without its end is left out: the run was killed while it wrote, or writes now.
+
+    Raises:
+      ConfigError: there is no row yet, or a line is none.
+    """
+    path = epath.Path(workdir) / METRICS
+    if not path.exists():
+        raise ConfigError(f"{str(workdir)!r} has no {METRICS}")
+    rows = _parse_rows(path)
+    if not rows:
+        raise ConfigError(f"{path} has no rows; has the run just begun?")
+    return rows
+
+
+def _parse_rows(path: epath.Path) -> list[Row]:
+    *lines, _ = path.read_text().split("\n")
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path} is damaged: line {number} is no JSON") from error
+        if not (isinstance(row, dict) and {"step", "wall_time"} <= row.keys()):
+            raise ConfigError(f"{path} is damaged: line {number} lacks 'step' or 'wall_time'")
+        rows.append({name: math.nan if x is None else x for name, x in row.items()})
+    return rows
 
 
 def versions() -> dict[str, str]:
@@ -44,7 +98,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """A config's values by their dotted keys, as JSON gives them back."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping):
             flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = list(value) if isinstance(value, tuple) else value
@@ -84,7 +138,7 @@ class Workdir:
 
     Attributes:
       path: of the folder.
-      config: of the run that was found there; None where there was none.
+      config: of the run that was found there, with its architecture; None where there was none.
       rows: of metrics, those found and those written since.
     """
 
@@ -103,11 +157,21 @@ class Workdir:
         self._dumped: dict[str, str] = {}
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(self.path)
-            if restart and (self.path / CONFIG).exists():
-                say(f"the earlier run in {self.path} is now {self._move_aside()}")
-            self.config, self.rows = _read_config(self.path), _read_rows(self.path)
-            self._metrics = _open_metrics(self.path)
+            with ExitStack() as on_error:
+                self._lock = on_error.enter_context(_lock(self.path))
+                if restart and (self.path / CONFIG).exists():
+                    say(f"the earlier run in {self.path} is now {self._move_aside()}")
+                there = (self.path / CONFIG).exists()
+                content = read_config(self.path) if there else {}
+                self.config = (
+                    {"architecture": content["architecture"], **content["config"]}
+                    if there
+                    else None
+                )
+                metrics = self.path / METRICS
+                self.rows = _parse_rows(metrics) if metrics.exists() else []
+                self._metrics = _open_metrics(self.path)
+                on_error.pop_all()
         except OSError as error:
             raise ConfigError(
                 f"workdir {str(path)!r} is not writable: {error.strerror}; give another by "
@@ -207,16 +271,3 @@ def _line(row: Row) -> str:
     """A row as JSON, which has no word for NaN or infinity: they are null."""
     finite = {name: x if math.isfinite(x) else None for name, x in row.items()}
     return json.dumps(finite, allow_nan=False) + "\n"
-
-
-def _read_config(path: epath.Path) -> dict[str, Any] | None:
-    file = path / CONFIG
-    return json.loads(file.read_text())["config"] if file.exists() else None
-
-
-def _read_rows(path: epath.Path) -> list[Row]:
-    """The whole rows there are; a killed process may have left the last one by half."""
-    file = path / METRICS
-    lines = file.read_text().split("\n")[:-1] if file.exists() else []
-    rows = (json.loads(line) for line in lines)
-    return [{k: math.nan if x is None else x for k, x in row.items()} for row in rows]

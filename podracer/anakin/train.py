@@ -69,7 +69,7 @@ def train(config: Any, workdir: epath.PathLike | None = None, **options: Any) ->
     clock = metrics.Clock()
     with clock.measure("setup"):
         program, sizes = prepare(config)
-        session = Session(config, sizes, Options(workdir, **options))
+        session = Session("anakin", config, sizes, Options(workdir, **options))
     layout = {
         "devices": f"{sizes.num_devices} x {jax.devices()[0].device_kind} "
         f"({jax.default_backend()})",

@@ -200,7 +200,7 @@ def train(config: Any, workdir: epath.PathLike | None = None, **options: Any) ->
     clock = metrics.Clock()
     with clock.measure("setup"):
         run = prepare(config_lib.parse(config))
-        session = Session(run.config, run.sizes, Options(workdir, **options))
+        session = Session("sebulba", run.config, run.sizes, Options(workdir, **options))
     with session:
         session.begin(sum(run.split, ()), layout(run))
         return start(run, session, clock)

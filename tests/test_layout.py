@@ -17,11 +17,11 @@ FLOORS = [
     ["rollout"],
     ["config"],
     ["episodes", "parts"],
-    ["metrics"],
-    ["checkpoint", "screen", "workdir"],
+    ["metrics", "view"],
+    ["checkpoint", "screen", "trackers", "workdir"],
     ["session"],
     ["loop"],
-    ["cli", "anakin", "sebulba"],
+    ["cli", "look", "anakin", "sebulba"],
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(ROOT.rglob("*.py"))

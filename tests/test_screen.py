@@ -73,9 +73,7 @@ def test_a_curve_of_any_length_keeps_its_means_and_extremes():
     for value in values:
         curve = view.add(curve, value)
     assert view.SPARK_CELLS <= len(curve.means) <= 2 * view.SPARK_CELLS
-    chunks = itertools.batched(values, curve.span) if sys.version_info >= (3, 12) else [
-        values[i : i + curve.span] for i in range(0, len(values), curve.span)
-    ]  # fmt: skip
+    chunks = [values[i : i + curve.span] for i in range(0, len(values), curve.span)]
     assert curve.means == pytest.approx([sum(chunk) / len(chunk) for chunk in chunks])
     assert (curve.low, curve.high, curve.last) == (min(values), max(values), values[-1])
 
@@ -294,7 +292,7 @@ def test_a_terminal_has_a_live_view_whose_last_state_stays():
     output, code = run_on_a_terminal("finish")
     assert code == 0
     assert output.index("the header") < output.index("╭")
-    assert output.count("╭") >= 4, "it is drawn again and again"
+    assert output.count("╭") >= 3, "it is drawn again and again"
     last = left_behind(output)
     assert "4,000 of 10,000" in last
     assert last.index("571.4") < last.index("╰") < last.index("the closing text")

@@ -113,6 +113,7 @@ def _parse(argv: Sequence[str]) -> tuple[Any, dict[str, Any]]:
         "init_from", None, "Workdir of a run whose weights to begin with", flag_values=values
     )
     flags.DEFINE_bool("quiet", False, "Print nothing but errors", flag_values=values)
+    flags.DEFINE_bool("verbose", False, "Show all metrics", flag_values=values)
     if any(argument in ("-h", "--help", "-help") for argument in argv):
         print(f"usage: python -m podracer.ARCHITECTURE --config=FILE\n{values.get_help()}")
         raise SystemExit(OK)
@@ -131,7 +132,8 @@ def _parse(argv: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     with config.value.unlocked():
         for section, key, value in settings:
             config.value[section][key] = value
-    options = {name: values[name].value for name in ("workdir", "restart", "init_from", "quiet")}
+    names = ("workdir", "restart", "init_from", "quiet", "verbose")
+    options = {name: values[name].value for name in names}
     return config.value, {**options, "workdir": options["workdir"] or f"runs/{path.stem}"}
 
 

@@ -70,6 +70,23 @@ class CheckpointConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class LoggingConfig:
+    """Where rows of metrics go, beside ``metrics.jsonl``.
+
+    Attributes:
+      tensorboard: event files in the workdir's folder of that name.
+      wandb: Weights & Biases, which is the extra ``podracer[wandb]``.
+      wandb_project: that the run belongs to there.
+      wandb_entity: the user or team that the project belongs to; "" takes the user's default.
+    """
+
+    tensorboard: bool = True
+    wandb: bool = False
+    wandb_project: str = "podracer"
+    wandb_entity: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class SebulbaConfig:
     """What Sebulba alone has to know.
 
@@ -142,6 +159,7 @@ class Config:
       vtrace: see ``agents.vtrace.VTraceConfig``.
       evaluation: see ``EvaluationConfig``.
       checkpoint: see ``CheckpointConfig``.
+      logging: see ``LoggingConfig``.
       sebulba: see ``SebulbaConfig``; Anakin has no use for it.
     """
 
@@ -173,6 +191,7 @@ class Config:
     vtrace: VTraceConfig = dataclasses.field(default_factory=VTraceConfig)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
     sebulba: SebulbaConfig = dataclasses.field(default_factory=SebulbaConfig)
 
     def __post_init__(self):

@@ -1,6 +1,7 @@
 """One start of a run: what it continues, what it shows and leaves, and how it is asked to end."""
 
 import dataclasses
+import pathlib
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -9,6 +10,8 @@ from typing import Any
 import jax
 from etils import epath
 
+from podracer import trackers
+from podracer import view as view_lib
 from podracer import workdir as workdir_lib
 from podracer.checkpoint import Checkpoints, Progress, load_weights
 from podracer.config import Config, Sizes
@@ -30,12 +33,14 @@ class Options:
       restart: begin anew; a run that is in the workdir moves aside.
       init_from: workdir of another run, whose last weights this one begins with.
       quiet: print nothing.
+      verbose: show all values of each row of metrics.
     """
 
     workdir: epath.PathLike | None = None
     restart: bool = False
     init_from: epath.PathLike | None = None
     quiet: bool = False
+    verbose: bool = False
 
 
 class Session:
@@ -59,7 +64,9 @@ class Session:
         """
         self._config, self._sizes, self._options = config, sizes, options
         self._architecture = architecture
-        self._screen = Screen(level="quiet" if options.quiet else "normal")
+        level = "quiet" if options.quiet else "verbose" if options.verbose else "normal"
+        self._screen = Screen(level=level)
+        self._tracker: trackers.Tracker | None = None
         self._files: Workdir | None = None
         self._checkpoints: Checkpoints | None = None
         self._rows: list[Row] = []
@@ -100,7 +107,7 @@ class Session:
             f"{sizes.updates_per_call:,}; {sizes.total_steps:,} steps",
             "workdir": str(self._options.workdir),
         }
-        title = f"{config.agent} on {config.env}, seed {config.seed}"
+        title = view_lib.title(dataclasses.asdict(config))
         text = "\n".join([title, *(f"  {name:<14} {line}" for name, line in lines.items())])
         self._screen.say(text)
         if self._files is not None:
@@ -137,10 +144,7 @@ class Session:
             state, progress = self._checkpoints.restore(state)
         clock.resume(progress.wall_time, progress.seconds)
         step = progress.update * self._sizes.steps_per_update
-        if self._files is not None:
-            pending = progress.pending is not None
-            self._files.keep(step - 1 if pending else step)
-        progress = self._with_evaluation(progress)
+        progress = self._rewind(progress, step)
         if progress.update:
             self._screen.say(f"goes on from update {progress.update:,}, step {step:,}")
         elif self._options.init_from is not None:
@@ -149,16 +153,28 @@ class Session:
             self._screen.say(
                 f"begins with the weights of {self._options.init_from} after {update:,} updates"
             )
-        self._screen.begin(self._sizes.total_steps, step)
+        settings = dataclasses.asdict(self._config)
+        if self._files is not None:
+            folder, last = pathlib.Path(self._files.path), self.rows[-1]["step"] if self.rows else 0
+            say = self._screen.say
+            self._tracker = trackers.make(self._config.logging, folder, settings, int(last), say)
+        title = view_lib.title(settings)
+        self._screen.begin(self._sizes.total_steps, step, title=title, earlier=self.rows)
         self._saved_at = time.monotonic()
         return state, progress
 
-    def _with_evaluation(self, progress: Progress) -> Progress:
-        """Where a run is over by now, but not by the config it was run with, its end is yet to be
-        judged."""
-        rows, over = self.rows, progress.update >= self._sizes.num_updates
-        if over and progress.pending is None and "eval/episode_return" not in rows[-1]:
-            return progress._replace(pending=rows.pop())
+    def _rewind(self, progress: Progress, step: int) -> Progress:
+        """Drops the rows after this step, and the last one if it waits for its evaluation: it will
+        be written again."""
+        if self._files is None:
+            return progress
+        self._files.keep(step)
+        over = progress.update >= self._sizes.num_updates
+        if over and progress.pending is None and "eval/episode_return" not in self.rows[-1]:
+            # By the config it was run with, it was not over.
+            progress = progress._replace(pending=self.rows[-1])
+        if progress.pending is not None:
+            self._files.keep(step - 1)
         return progress
 
     def write(self, row: Row, clock: Clock) -> None:
@@ -167,7 +183,9 @@ class Session:
             self._rows.append(row)
         else:
             self._files.append(row)
-        self._screen.show(row, clock.seconds)
+        if self._tracker is not None:
+            self._tracker.write(row)
+        self._screen.show(row, {**clock.seconds, "training": clock.training()})
 
     def save_due(self, before: int, after: int) -> bool:
         """Whether a checkpoint is due when a run has come from update ``before`` to ``after``."""
@@ -219,5 +237,7 @@ class Session:
 
     def __exit__(self, *error: object) -> None:
         self._screen.__exit__(*error)
+        if self._tracker is not None:
+            self._tracker.close()
         if self._files is not None:
             self._files.close()

@@ -110,6 +110,13 @@ def test_unwritable_workdir(tmp_path, capsys, nothing_compiles):
     assert "is not writable" in capsys.readouterr().err
 
 
+def test_a_tracker_whose_package_is_missing(tmp_path, capsys, monkeypatch, nothing_compiles):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert run(tmp_path, "--config.logging.wandb") == cli.BAD_CONFIG
+    assert "pip install 'podracer[wandb]'" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_workdir_of_a_run_that_is_going_on(tmp_path, capsys, nothing_compiles):
     with contextlib.closing(Workdir(tmp_path / "run", restart=False, say=print)):
         assert run(tmp_path) == cli.BAD_CONFIG

@@ -18,11 +18,12 @@ FLOORS = [
     ["rollout"],
     ["config"],
     ["episodes", "parts"],
-    ["checkpoint", "curves", "screen"],
+    ["view"],
+    ["checkpoint", "curves", "screen", "trackers"],
     ["plot"],
     ["session"],
     ["loop"],
-    ["cli", "anakin", "sebulba"],
+    ["cli", "look", "anakin", "sebulba"],
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(ROOT.rglob("*.py"))

@@ -125,9 +125,16 @@ def test_a_finished_run_is_not_trained_again(tmp_path):
     longer = anakin.train(resumable(total_steps=16 * 8 * 12), tmp_path / "run", quiet=True)
     assert longer.metrics[:10] == first.metrics
     assert longer.summary["env_steps"] == 16 * 8 * 12
-    # And what was to be longer is judged where it stands.
-    shorter = anakin.train(resumable(total_steps=16 * 8 * 5), tmp_path / "run", quiet=True)
-    assert shorter.summary["env_steps"] == 16 * 8 * 12
+
+
+def test_a_run_that_is_made_shorter_is_judged_where_it_stands(tmp_path, monkeypatch):
+    Stops(monkeypatch, 4)
+    with pytest.raises(errors.PreemptedError):
+        anakin.train(resumable(), tmp_path / "run", quiet=True)
+    result = anakin.train(resumable(total_steps=16 * 8 * 3), tmp_path / "run", quiet=True)
+    assert [row["step"] for row in result.metrics] == [128 * (i + 1) for i in range(5)]
+    assert result.summary["eval_return_mean"] == result.metrics[-1]["eval/episode_return"]
+    assert timeless(rows_of(tmp_path / "run")) == timeless(result.metrics)
 
 
 def test_an_interrupt_before_an_evaluation_leaves_it_to_the_next_start(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import jax
 from etils import epath
 
 from podracer import config as config_lib
-from podracer import envs, loop, metrics, prng
+from podracer import envs, loop, metrics, prng, trackers
 from podracer import mesh as mesh_lib
 from podracer.anakin.program import Program, State, make_program
 from podracer.config import Config, Sizes
@@ -36,6 +36,7 @@ def compile_program(program: Program, config: Config) -> Compiled:
 
 def prepare(config: Config) -> tuple[Program, Sizes]:
     """Everything that can be wrong with a configuration is found here, before it compiles."""
+    trackers.check(config.logging)
     # Before the environment: making one may already use JAX, which fixes the number of devices.
     devices = mesh_lib.start(
         config.cpu_devices or config_lib.auto_cpu_devices(config), wanted=config.cpu_devices > 0

@@ -8,7 +8,7 @@ import numpy as np
 from etils import epath
 
 from podracer import config as config_lib
-from podracer import envs, loop, metrics, prng
+from podracer import envs, loop, metrics, prng, trackers
 from podracer import mesh as mesh_lib
 from podracer import parts as parts_lib
 from podracer.config import Config, Sizes
@@ -75,6 +75,7 @@ def prepare(config: Config, env: HostEnvironment | None = None) -> Run:
       ConfigError: an impossible setting.
     """
     options = config.sebulba
+    trackers.check(config.logging)
     if jax.process_count() > 1:
         raise ConfigError(
             f"Sebulba runs on one process so far, got {jax.process_count()}; Anakin runs on more"

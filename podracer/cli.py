@@ -112,19 +112,10 @@ def _parse(argv: Sequence[str]) -> tuple[Any, str, bool]:
     return config.value, workdir.value or f"runs/{path.stem}", bool(quiet.value)
 
 
-def main(train: Callable[..., Any], argv: Sequence[str] | None = None) -> int:
-    """Trains as a command line says.
-
-    Args:
-      train: an architecture's ``train(config, workdir, quiet=...)``.
-      argv: with the program's name first; None takes ``sys.argv``.
-
-    Returns:
-      The exit code.
-    """
+def exit_code(command: Callable[[], Any]) -> int:
+    """Runs a command and says in one line what went wrong; returns the exit code."""
     try:
-        config, workdir, quiet = _parse(sys.argv if argv is None else argv)
-        train(config, workdir, quiet=quiet)
+        command()
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_CONFIG
@@ -138,3 +129,21 @@ def main(train: Callable[..., Any], argv: Sequence[str] | None = None) -> int:
         print("interrupted; what was written stays", file=sys.stderr)
         return INTERRUPTED
     return OK
+
+
+def main(train: Callable[..., Any], argv: Sequence[str] | None = None) -> int:
+    """Trains as a command line says.
+
+    Args:
+      train: an architecture's ``train(config, workdir, quiet=...)``.
+      argv: with the program's name first; None takes ``sys.argv``.
+
+    Returns:
+      The exit code.
+    """
+
+    def command() -> None:
+        config, workdir, quiet = _parse(sys.argv if argv is None else argv)
+        train(config, workdir, quiet=quiet)
+
+    return exit_code(command)

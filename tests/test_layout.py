@@ -16,9 +16,10 @@ FLOORS = [
     ["rollout"],
     ["config"],
     ["episodes", "parts"],
-    ["metrics"],
+    ["metrics", "render"],
     ["loop"],
     ["cli", "anakin", "sebulba"],
+    ["evaluate"],
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(ROOT.rglob("*.py"))

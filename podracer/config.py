@@ -48,6 +48,28 @@ class EvaluationConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """When a run is saved; at its end, at a stop and at the best evaluation it always is.
+
+    Attributes:
+      every: updates between checkpoints, rounded up to whole host calls; 0 counts none.
+      minutes: between checkpoints; 0 looks at no clock.
+      keep: how many of the newest stay; the one with the best evaluation stays as well.
+    """
+
+    every: int = 0
+    minutes: float = 5.0
+    keep: int = 2
+
+    def __post_init__(self):
+        if self.every < 0 or self.minutes < 0 or self.keep <= 0:
+            raise ConfigError(
+                "checkpoint.every and checkpoint.minutes must not be negative, checkpoint.keep "
+                f"must be positive, got {self.every}, {self.minutes} and {self.keep}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
 class SebulbaConfig:
     """What Sebulba alone has to know.
 
@@ -104,7 +126,7 @@ class Config:
       unroll_length: steps an environment takes between two updates (T).
       updates_per_call: updates between two rows of metrics, for Anakin in one call of the compiled
         program; 0 chooses, so that a run has about a hundred rows with Anakin, a thousand with
-        Sebulba.
+        Sebulba, and a call at most 100 updates. A run that is asked to stop ends its call first.
       stagger: the first episodes are advanced by up to this many random actions, each environment
         by another number, so that they do not end all at once; 0 starts them together.
       discount: gamma.
@@ -119,6 +141,7 @@ class Config:
       ppo: see ``agents.ppo.PPOConfig``.
       vtrace: see ``agents.vtrace.VTraceConfig``.
       evaluation: see ``EvaluationConfig``.
+      checkpoint: see ``CheckpointConfig``.
       sebulba: see ``SebulbaConfig``; Anakin has no use for it.
     """
 
@@ -149,6 +172,7 @@ class Config:
     ppo: PPOConfig = dataclasses.field(default_factory=PPOConfig)
     vtrace: VTraceConfig = dataclasses.field(default_factory=VTraceConfig)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     sebulba: SebulbaConfig = dataclasses.field(default_factory=SebulbaConfig)
 
     def __post_init__(self):
@@ -263,6 +287,14 @@ class Sizes:
     num_calls: int
     total_steps: int
 
+    def calls(self, first: int) -> range:
+        """The numbers of the updates that calls begin with, from update ``first`` on."""
+        return range(first, self.num_updates, self.updates_per_call)
+
+    def last(self, first: int) -> int:
+        """Updates done when these calls are over."""
+        return first + len(self.calls(first)) * self.updates_per_call
+
 
 def sizes(config: Config, num_devices: int, num_threads: int = 0) -> Sizes:
     """Derives all sizes.
@@ -285,8 +317,8 @@ def sizes(config: Config, num_devices: int, num_threads: int = 0) -> Sizes:
         )
     steps_per_update = config.num_envs * config.unroll_length
     updates = math.ceil(config.total_steps / steps_per_update)
-    per_call = config.updates_per_call or max(1, updates // (1000 if num_threads else 100))
-    per_call = min(per_call, updates)
+    rows = 1000 if num_threads else 100
+    per_call = min(config.updates_per_call or max(1, min(updates // rows, 100)), updates)
     calls = math.ceil(updates / per_call)
     return Sizes(
         num_devices=num_devices,

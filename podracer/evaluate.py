@@ -23,10 +23,10 @@ from podracer import mesh as mesh_lib
 from podracer.config import Config
 from podracer.episodes import Episodes, HostEvaluation
 from podracer.errors import ConfigError
-from podracer.metrics import CONFIG
 from podracer.render import Film
 from podracer.sebulba.train import pool_seeds
 from podracer.types import Agent, Array, Weights
+from podracer.workdir import CONFIG
 
 # Pictures in a GIF at most, if nothing is said: all of a CartPole that never falls, and 24 seconds.
 GIF_FRAMES = 600

@@ -9,6 +9,7 @@ ROOT = pathlib.Path(__file__).parent.parent / "podracer"
 # From the bottom up. A module imports from lower floors and from its own room.
 FLOORS = [
     ["errors"],
+    ["signals"],
     ["types"],
     ["prng", "returns"],
     ["nets"],
@@ -17,6 +18,8 @@ FLOORS = [
     ["config"],
     ["episodes", "parts"],
     ["metrics", "render"],
+    ["checkpoint", "screen", "workdir"],
+    ["session"],
     ["loop"],
     ["cli", "anakin", "sebulba"],
     ["evaluate"],

@@ -137,6 +137,19 @@ def _parse(argv: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     return config.value, {**options, "workdir": options["workdir"] or f"runs/{path.stem}"}
 
 
+def exit_code(command: Callable[[], Any]) -> int:
+    """Runs a command and says in one line what went wrong; returns the exit code."""
+    try:
+        command()
+    except tuple(CODES) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return CODES[type(error)]
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        return INTERRUPTED
+    return OK
+
+
 def main(train: Callable[..., Any], argv: Sequence[str] | None = None) -> int:
     """Trains as a command line says.
 
@@ -147,20 +160,17 @@ def main(train: Callable[..., Any], argv: Sequence[str] | None = None) -> int:
     Returns:
       The exit code.
     """
+
+    def command() -> None:
+        config, options = _parse(sys.argv if argv is None else argv)
+        train(config, **options)
+
     # Until the loop takes over, which saves the run first.
     before = signal.signal(signal.SIGTERM, _end)
     try:
-        config, options = _parse(sys.argv if argv is None else argv)
-        train(config, **options)
-    except tuple(CODES) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return CODES[type(error)]
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
-        return INTERRUPTED
+        return exit_code(command)
     finally:
         signal.signal(signal.SIGTERM, before)
-    return OK
 
 
 def _end(*_: object) -> None:

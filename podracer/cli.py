@@ -24,7 +24,17 @@ from podracer.errors import (
     SaveError,
     unknown,
 )
+from podracer.session import Options
 
+# What a run is given beside its config, see ``session.Options``.
+OPTIONS: dict[str, tuple[Any, str]] = {
+    "workdir": (flags.DEFINE_string, "The run's folder; default: runs/NAME_OF_THE_CONFIG"),
+    "restart": (flags.DEFINE_bool, "Begin anew; a run that is in the workdir moves aside"),
+    "init_from": (flags.DEFINE_string, "Workdir of another run, whose last weights to begin with"),
+    "quiet": (flags.DEFINE_bool, "Print nothing but errors"),
+    "verbose": (flags.DEFINE_bool, "Show all values of each row of metrics"),
+    "profile": (flags.DEFINE_integer, "Write a trace of so many updates into WORKDIR/profile"),
+}
 # Sections whose keys are an environment's to know.
 OPEN_SECTIONS = ("env_params", "env_kwargs")
 OK, BAD_CONFIG, DIVERGED, ACTOR, UNSAVED, PREEMPTED, INTERRUPTED = 0, 2, 3, 4, 5, 42, 130
@@ -103,17 +113,8 @@ def _parse(argv: Sequence[str]) -> tuple[Any, dict[str, Any]]:
         flag_values=values,
         sys_argv=list(argv),
     )
-    flags.DEFINE_string(
-        "workdir", None, "The run's folder; default: runs/NAME_OF_CONFIG", flag_values=values
-    )
-    flags.DEFINE_bool(
-        "restart", False, "Begin anew; a run in the workdir moves aside", flag_values=values
-    )
-    flags.DEFINE_string(
-        "init_from", None, "Workdir of a run whose weights to begin with", flag_values=values
-    )
-    flags.DEFINE_bool("quiet", False, "Print nothing but errors", flag_values=values)
-    flags.DEFINE_bool("verbose", False, "Show all metrics", flag_values=values)
+    for name, (define, text) in OPTIONS.items():
+        define(name, getattr(Options, name), text, flag_values=values)
     if any(argument in ("-h", "--help", "-help") for argument in argv):
         print(f"usage: python -m podracer.ARCHITECTURE --config=FILE\n{values.get_help()}")
         raise SystemExit(OK)
@@ -132,8 +133,7 @@ def _parse(argv: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     with config.value.unlocked():
         for section, key, value in settings:
             config.value[section][key] = value
-    names = ("workdir", "restart", "init_from", "quiet", "verbose")
-    options = {name: values[name].value for name in names}
+    options = {name: values[name].value for name in OPTIONS}
     return config.value, {**options, "workdir": options["workdir"] or f"runs/{path.stem}"}
 
 

@@ -138,6 +138,8 @@ class Config:
       env_params: parameters of the environment that differ from their defaults.
       agent: "ppo" or "vtrace".
       seed: of everything random.
+      num_seeds: so many independent agents, of the seeds from ``seed`` on, in one program (Anakin
+        only). Steps, updates and environments are those of each.
       total_steps: environment steps to train for, over all devices; rounded up to whole host calls.
       num_envs: environments in all, over all devices.
       unroll_length: steps an environment takes between two updates (T).
@@ -168,6 +170,7 @@ class Config:
     env_params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     agent: str = "ppo"
     seed: int = 0
+    num_seeds: int = 1
     total_steps: int = 500_000
     num_envs: int = 64
     unroll_length: int = 128
@@ -197,16 +200,21 @@ class Config:
     def __post_init__(self):
         if self.agent not in AGENTS:
             raise unknown("agent", self.agent, AGENTS)
-        for key in ("total_steps", "num_envs", "unroll_length"):
+        for key in ("total_steps", "num_envs", "unroll_length", "num_seeds"):
             if getattr(self, key) <= 0:
                 raise ConfigError(f"{key} must be positive, got {getattr(self, key)}")
         for key in ("updates_per_call", "stagger", "cpu_devices", "seed"):
             if getattr(self, key) < 0:
                 raise ConfigError(f"{key} must not be negative, got {getattr(self, key)}")
-        if self.seed >= 2**32:
-            raise ConfigError(f"seed must be below 2^32, got {self.seed}")
+        if self.seed + self.num_seeds > 2**32:
+            raise ConfigError(f"seed must be below 2^32, got {self.seed + self.num_seeds - 1}")
         # Built here once, so that what they refuse is refused before anything starts.
         _ = self.learner, self.actor_critic
+
+    @property
+    def seeds(self) -> range:
+        """The seed of each agent."""
+        return range(self.seed, self.seed + self.num_seeds)
 
     @property
     def learner(self) -> LearnerConfig:

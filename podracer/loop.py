@@ -1,6 +1,6 @@
 """The loop around a compiled step: metrics one call late, evaluation, checkpoints, every end."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -8,6 +8,7 @@ import numpy as np
 
 from podracer.checkpoint import Progress
 from podracer.config import Config, Sizes
+from podracer.curves import mean_and_interval
 from podracer.episodes import Episodes
 from podracer.errors import DivergedError
 from podracer.metrics import Clock, Row
@@ -19,6 +20,8 @@ from podracer.types import Weights
 
 class CallMetrics(NamedTuple):
     """What one call of a step reports, K updates; on the device but for ``host``.
+
+    Where several agents learn at once, they are the first axis.
 
     Attributes:
       losses: by name, ``[K]`` each; means over devices and gradient steps.
@@ -49,12 +52,15 @@ def check_finite(losses: dict[str, Any], first_update: int, sizes: Sizes) -> Non
     """Raises ``DivergedError`` with the steps of the first update that has a NaN or infinity.
 
     Args:
-      losses: by name, ``[K]`` each.
+      losses: by name, ``[..., K]`` each.
       first_update: the number of the first of these K updates.
       sizes: of the run.
     """
     # These two follow whatever goes wrong in learning; other metrics are there to look at.
-    bad = {name: ~np.isfinite(losses[name]) for name in ("total", "grad_norm")}
+    bad = {
+        name: ~np.isfinite(losses[name]).reshape(-1, losses[name].shape[-1]).all(0)
+        for name in ("total", "grad_norm")
+    }
     worst = np.logical_or.reduce(list(bad.values()))
     if not worst.any():
         return
@@ -88,11 +94,30 @@ def _eval_row(episodes: Episodes) -> Row:
     }
 
 
+def _row(make: Callable[[Any], Row], metrics: Any, seeds: Sequence[int]) -> Row:
+    """The row that is made of metrics; of several agents', the mean with its interval, and each."""
+    if len(seeds) == 1:
+        return make(metrics)
+    rows = [make(jax.tree.map(lambda x, i=i: x[i], metrics)) for i in range(len(seeds))]
+    row: Row = {}
+    for name in dict.fromkeys(name for each in rows for name in each):
+        values = np.array([each[name] for each in rows if name in each])
+        mean, interval = mean_and_interval(values)
+        row[name] = float(mean)
+        if name.endswith("episode_return") and interval is not None:
+            row[f"{name}_interval"] = float(interval)
+    for seed, each in zip(seeds, rows, strict=True):
+        row |= {f"seed_{seed}/{name}": x for name, x in each.items()}
+    return row
+
+
 class _Log:
     """Turns what calls report into rows, one call late: the host waits while devices go on."""
 
-    def __init__(self, sizes: Sizes, session: Session, clock: Clock, update: int):
-        self._sizes, self._session, self._clock = sizes, session, clock
+    def __init__(
+        self, seeds: Sequence[int], sizes: Sizes, session: Session, clock: Clock, update: int
+    ):
+        self._seeds, self._sizes, self._session, self._clock = seeds, sizes, session, clock
         self._unread: tuple[int, CallMetrics] | None = None
         self._step, self._seconds = update * sizes.steps_per_update, clock.training()
 
@@ -114,8 +139,8 @@ class _Log:
         return {
             "step": step,
             "wall_time": self._clock.total(),
-            "time/steps_per_second": rate,
-            **_train_row(metrics),
+            "time/steps_per_second": rate * len(self._seeds),
+            **_row(_train_row, metrics, self._seeds),
         }
 
     def flush(self) -> None:
@@ -130,11 +155,13 @@ class _Keeper:
     def __init__(
         self,
         evaluate: Callable[[Any], Episodes],
+        seeds: Sequence[int],
         session: Session,
         clock: Clock,
         best: float | None,
     ):
-        self._evaluate, self._session, self._clock, self._best = evaluate, session, clock, best
+        self._evaluate, self._seeds, self._best = evaluate, seeds, best
+        self._session, self._clock = session, clock
 
     def judge(self, state: Any, update: int, row: Row) -> None:
         """Completes a row by an evaluation; the best one so far is saved."""
@@ -144,7 +171,7 @@ class _Keeper:
                 episodes = jax.device_get(self._evaluate(state))
         except Interrupted:
             self.end(state, update, pending=row)
-        self._session.write({**row, **_eval_row(episodes)}, clock)
+        self._session.write({**row, **_row(_eval_row, episodes, self._seeds)}, clock)
         score = float(episodes.ret.mean())
         if self._best is None or score > self._best:
             self._best = score
@@ -201,12 +228,13 @@ def run(
       KeyboardInterrupt: SIGINT came; the run has been saved.
       SaveError: metrics or the last checkpoint could not be written.
     """
-    log = _Log(sizes, session, clock, progress.update)
-    keeper = _Keeper(evaluate, session, clock, progress.best)
+    log = _Log(config.seeds, sizes, session, clock, progress.update)
+    keeper = _Keeper(evaluate, config.seeds, session, clock, progress.best)
     with session.stop as stop, jax.transfer_guard("disallow"):
         if progress.pending is not None:
             keeper.judge(state, progress.update, progress.pending)
         for update in sizes.calls(progress.update):
+            session.profile(state, update)
             state, metrics = step(state)
             log.add(update, metrics)
             done = update + sizes.updates_per_call
@@ -220,24 +248,25 @@ def run(
                 keeper.save(state, done)
         keeper.save(state, sizes.last(progress.update))
         session.finish_saving()
-        summary = {**_summary(session.rows[-1], config.seed, clock), **report()}
+        summary = {**_summary(session.rows[-1], config.seeds, clock), **report()}
     session.finish(summary)
     return Result(state.train.weights, session.rows, summary)
 
 
-def _summary(last: Row, seed: int, clock: Clock) -> dict[str, Any]:
-    """What a run comes down to, all its starts together."""
+def _summary(last: Row, seeds: Sequence[int], clock: Clock) -> dict[str, Any]:
+    """What a run comes down to, all its starts together; steps are those of one agent."""
     starting = sum(clock.seconds.get(what, 0.0) for what in ("setup", "compile"))
     return {
         "env_steps": last["step"],
         "wall_seconds": clock.total(),
         "compile_seconds": clock.seconds["compile"],
-        "steps_per_second": last["step"] / (clock.total() - starting),
+        "steps_per_second": last["step"] * len(seeds) / (clock.total() - starting),
         "eval_return_mean": last["eval/episode_return"],
         "eval_return_std": last["eval/episode_return_std"],
         "eval_episodes": last["eval/episodes"],
         "eval_complete": last["eval/complete"],
-        "seed": seed,
+        "seed": seeds[0],
+        "num_seeds": len(seeds),
         "seconds": {**clock.seconds, "training": clock.training()},
     }
 

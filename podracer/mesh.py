@@ -23,8 +23,9 @@ from podracer.types import Array, ArrayTree, Device
 AXIS = "devices"
 REPLICATED = P()
 SHARDED = P(AXIS)
-# A trajectory is time-major: its second axis is the environments'.
-SHARDED_IN_TIME = P(None, AXIS)
+# Where the environments are the second axis: of a trajectory, which is time-major, or of the
+# environments of several agents.
+SHARDED_SECOND = P(None, AXIS)
 
 
 def start(cpu_devices: int, *, wanted: bool) -> list[Device]:

@@ -6,6 +6,7 @@ numbers then cost more than the physics. Unrolled, the rounds vanish into the ne
 (JAX's philox does as well, but in JAX 0.11 does not compile on several devices.)
 """
 
+from collections.abc import Sequence
 from math import prod
 
 import jax
@@ -74,3 +75,8 @@ def key(seed: int) -> Array:
     """A key for this seed, of the kind that is fastest on the default backend."""
     impl = _UNROLLED if jax.default_backend() == "cpu" else "threefry2x32"
     return jax.random.key(seed, impl=impl)
+
+
+def keys(seeds: Sequence[int]) -> Array:
+    """A key for each of several seeds, ``[len(seeds)]``; for one alone, just that, ``[]``."""
+    return key(seeds[0]) if len(seeds) == 1 else jnp.stack([key(seed) for seed in seeds])

@@ -15,8 +15,10 @@ from podracer import view as view_lib
 from podracer import workdir as workdir_lib
 from podracer.checkpoint import Checkpoints, Progress, load_weights
 from podracer.config import Config, Sizes
+from podracer.errors import ConfigError
 from podracer.metrics import Clock, Row
 from podracer.plot import draw_run
+from podracer.profile import Profile
 from podracer.screen import Screen
 from podracer.signals import StopSignals
 from podracer.types import Device
@@ -34,6 +36,7 @@ class Options:
       init_from: workdir of another run, whose last weights this one begins with.
       quiet: print nothing.
       verbose: show all values of each row of metrics.
+      profile: write a trace of so many updates into WORKDIR/profile, for XProf or TensorBoard.
     """
 
     workdir: epath.PathLike | None = None
@@ -41,6 +44,13 @@ class Options:
     init_from: epath.PathLike | None = None
     quiet: bool = False
     verbose: bool = False
+    profile: int = 0
+
+    def __post_init__(self):
+        if self.profile < 0 or (self.profile and self.workdir is None):
+            raise ConfigError(
+                f"profile={self.profile} must not be negative, and needs a workdir to write to"
+            )
 
 
 class Session:
@@ -71,6 +81,7 @@ class Session:
         self._checkpoints: Checkpoints | None = None
         self._rows: list[Row] = []
         self._saved_at = time.monotonic()
+        self._profile = Profile(options.profile, options.workdir)
         self.stop = StopSignals()
         if options.workdir is None:
             return
@@ -187,6 +198,16 @@ class Session:
             self._tracker.write(row)
         self._screen.show(row, {**clock.seconds, "training": clock.training()})
 
+    def profile(self, state: Any, update: int) -> None:
+        """Begins or ends the trace that was asked for.
+
+        Args:
+          state: which ``update`` updates have made.
+          update: their number.
+        """
+        if self._profile.look(state, update):
+            self.say(f"a trace of {self._options.profile} updates is in {self._profile.folder}")
+
     def save_due(self, before: int, after: int) -> bool:
         """Whether a checkpoint is due when a run has come from update ``before`` to ``after``."""
         config = self._config.checkpoint
@@ -237,6 +258,7 @@ class Session:
 
     def __exit__(self, *error: object) -> None:
         self._screen.__exit__(*error)
+        self._profile.close()
         if self._tracker is not None:
             self._tracker.close()
         if self._files is not None:

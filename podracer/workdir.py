@@ -27,8 +27,9 @@ PACKAGES = (
 )  # fmt: skip
 # What a run that goes on may not change: it would be another run, or its state would not fit.
 FIXED = (
-    "architecture", "env", "env_kwargs", "env_params", "agent", "seed", "num_envs",
-    "unroll_length", "network", "optimizer", "normalize_observations", "normalize_rewards",
+    "architecture", "env", "env_kwargs", "env_params", "agent", "seed", "num_seeds",
+    "num_envs", "unroll_length", "network", "optimizer", "normalize_observations",
+    "normalize_rewards",
 )  # fmt: skip
 
 

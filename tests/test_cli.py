@@ -286,4 +286,4 @@ def test_sizes_are_rounded_up_to_whole_calls():
     assert (found.envs_per_device, found.steps_per_update) == (2, 20)
     assert (found.num_updates, found.total_steps) == (51, 1020)
     found = sizes(parse({"total_steps": 1_000_000, "num_envs": 4, "unroll_length": 5}), 1)
-    assert (found.updates_per_call, found.num_calls) == (500, 100)
+    assert (found.updates_per_call, found.num_calls) == (100, 500)

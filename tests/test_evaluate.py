@@ -24,7 +24,8 @@ def left_by(tmp_path, monkeypatch):
     def leave(config, on_host=False):
         content = {
             "config": dataclasses.asdict(config),
-            "layout": {"actors": "devices [0]"} if on_host else {"devices": "1 x cpu"},
+            "architecture": "sebulba" if on_host else "anakin",
+            "sizes": {},
         }
         (tmp_path / "config.json").write_text(json.dumps(content))
         make = envs.make_host if on_host else envs.make

@@ -19,7 +19,7 @@ FLOORS = [
     ["config"],
     ["episodes", "parts"],
     ["render", "view"],
-    ["checkpoint", "curves", "screen", "trackers"],
+    ["checkpoint", "curves", "profile", "screen", "trackers"],
     ["plot"],
     ["session"],
     ["loop"],

@@ -199,7 +199,7 @@ def test_what_may_change_is_told_and_what_may_not_is_refused(tmp_path, capsys):
     # What was refused holds nothing: the run still goes on.
     anakin.train(resumable(total_steps=16 * 8 * 12), tmp_path / "run", quiet=True)
     with pytest.raises(errors.ConfigError, match="architecture='anakin', not 'sebulba'"):
-        sebulba.train(resumable(env="dummy:counting"), tmp_path / "run", quiet=True)
+        sebulba.train(resumable(env="dummy:counting", cpu_devices=2), tmp_path / "run", quiet=True)
 
 
 def test_restart_moves_the_run_aside(tmp_path):
@@ -254,10 +254,12 @@ def damage(folder: Path, how: str) -> None:
     if how == "truncated":
         largest.write_bytes(content[: len(content) // 2])
     elif how == "flipped":
-        middle = len(content) // 2
-        largest.write_bytes(
-            content[:middle] + bytes([content[middle] ^ 64]) + content[middle + 1 :]
-        )
+        # Not all of a file is in use.
+        for file in data:
+            content = bytearray(file.read_bytes())
+            later = slice(len(content) // 4, None, 64)
+            content[later] = bytes(x ^ 64 for x in content[later])
+            file.write_bytes(content)
     elif how == "lost":
         largest.unlink()
     elif how == "half-written":

@@ -25,6 +25,8 @@ from podracer.types import Agent, Array, Environment, TrainState
 class State(struct.PyTreeNode):
     """All of an Anakin run: what a checkpoint has to hold.
 
+    Where several agents learn at once, they are the first axis of every array.
+
     Attributes:
       train: what the learner owns, the same on every device.
       rollout: the environments, sharded over devices.
@@ -41,7 +43,7 @@ class Program(NamedTuple):
     """Functions of a whole run, to be jitted.
 
     Attributes:
-      init: ``(key) -> State``.
+      init: ``(key) -> State``, ``([num_seeds] keys) -> State`` for several agents.
       step: ``(State) -> (State, CallMetrics)``, ``updates_per_call`` updates.
       evaluate: ``(State) -> Episodes``.
       env: where.
@@ -113,9 +115,12 @@ def make_program(
         return play(state.train.weights, key)
 
     replicated, sharded = mesh_lib.REPLICATED, mesh_lib.SHARDED
-    specs = State(train=replicated, rollout=sharded, key=replicated)  # type: ignore[arg-type]
     init = make_init(env, parts, sizes, config.stagger)
     step = make_step(env, parts, sizes)
+    if config.num_seeds > 1:
+        init, step, evaluate = jax.vmap(init), jax.vmap(step), jax.vmap(evaluate)
+        sharded = mesh_lib.SHARDED_SECOND
+    specs = State(train=replicated, rollout=sharded, key=replicated)  # type: ignore[arg-type]
     return Program(
         init=mesh_lib.per_device(init, mesh, replicated, specs),
         step=mesh_lib.per_device(step, mesh, (specs,), (specs, replicated)),

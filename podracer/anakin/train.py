@@ -28,7 +28,7 @@ def compile_program(program: Program, config: Config) -> Compiled:
 
     States are donated: a step reuses the memory of the one it is given.
     """
-    state = jax.jit(program.init)(prng.key(config.seed))
+    state = jax.jit(program.init)(prng.keys(config.seeds))
     step = jax.jit(program.step, donate_argnums=0).lower(state).compile()
     evaluate = jax.jit(program.evaluate).lower(state).compile()
     return Compiled(state, step, evaluate)
@@ -45,7 +45,7 @@ def prepare(config: Config) -> tuple[Program, Sizes]:
     sizes = config_lib.sizes(config, len(devices))
     program = make_program(config, env, sizes, mesh_lib.make_mesh(devices))
     # Traced without compiling: shapes that don't fit each other are found by this.
-    jax.eval_shape(program.step, jax.eval_shape(program.init, prng.key(config.seed)))
+    jax.eval_shape(program.step, jax.eval_shape(program.init, prng.keys(config.seeds)))
     return program, sizes
 
 

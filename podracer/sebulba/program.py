@@ -31,7 +31,7 @@ class State(struct.PyTreeNode):
 
 
 # Time comes first, so environments are the second axis of all but the memory.
-_IN_TIME: Any = mesh_lib.SHARDED_IN_TIME
+_IN_TIME: Any = mesh_lib.SHARDED_SECOND
 TRAJECTORY_SPECS = Trajectory(_IN_TIME, _IN_TIME, _IN_TIME, carry=mesh_lib.SHARDED)
 
 

@@ -80,6 +80,10 @@ def prepare(config: Config, env: HostEnvironment | None = None) -> Run:
         raise ConfigError(
             f"Sebulba runs on one process so far, got {jax.process_count()}; Anakin runs on more"
         )
+    if config.num_seeds > 1:
+        raise ConfigError(
+            f"num_seeds={config.num_seeds} is for environments written in JAX; set it to 1"
+        )
     if config.stagger:
         raise ConfigError(
             f"stagger={config.stagger} is for environments written in JAX; set it to 0"

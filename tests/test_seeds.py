@@ -1,0 +1,68 @@
+"""Several agents in one program: each is what it would be alone."""
+
+import jax
+import numpy as np
+import pytest
+
+from podracer import anakin, sebulba
+from podracer.errors import ConfigError
+from tests.helpers import make_config
+
+SEEDS = 3
+
+
+def config(**changes):
+    return make_config(
+        **{
+            "num_envs": 16,
+            "cpu_devices": 4,
+            "total_steps": 16 * 8 * 5,
+            "evaluation__every": 2,
+            "checkpoint__every": 2,
+            "num_minibatches": 2,
+            "normalize_observations": True,
+            **changes,
+        }
+    )
+
+
+@pytest.mark.parametrize("changes", [{}, {"agent": "vtrace", "network__core": "gru"}], ids=str)
+def test_each_agent_is_the_single_run_of_its_seed(changes, tmp_path):
+    together = anakin.train(
+        config(seed=7, num_seeds=SEEDS, **changes), tmp_path / "all", quiet=True
+    )
+    for i in range(SEEDS):
+        alone = anakin.train(config(seed=7 + i, **changes), quiet=True)
+        both = zip(jax.tree.leaves(together.weights), jax.tree.leaves(alone.weights), strict=True)
+        for a, b in both:
+            np.testing.assert_allclose(a[i], b, atol=2e-5)
+        for row, single in zip(together.metrics, alone.metrics, strict=True):
+            for name, x in single.items():
+                if "time" not in name and name != "step":
+                    np.testing.assert_allclose(
+                        row[f"seed_{7 + i}/{name}"], x, rtol=1e-3, atol=1e-4, err_msg=name
+                    )
+    row = together.metrics[-1]
+    returns = [row[f"seed_{7 + i}/eval/episode_return"] for i in range(SEEDS)]
+    np.testing.assert_allclose(row["eval/episode_return"], np.mean(returns))
+    # t of two degrees of freedom is 4.303.
+    half = 4.302653 * np.std(returns, ddof=1) / np.sqrt(SEEDS)
+    np.testing.assert_allclose(row["eval/episode_return_interval"], half, rtol=1e-5)
+    assert together.summary["num_seeds"] == SEEDS
+
+    # And they resume like one.
+    longer = config(seed=7, num_seeds=SEEDS, total_steps=16 * 8 * 7, **changes)
+    assert anakin.train(longer, tmp_path / "all", quiet=True).metrics[:5] == together.metrics
+
+
+def test_sebulba_has_one_seed():
+    with pytest.raises(ConfigError, match="num_seeds=2 is for environments written in JAX"):
+        sebulba.train(config(num_seeds=2, env="dummy:counting"), quiet=True)
+
+
+def test_a_profile_is_written(tmp_path, capsys):
+    anakin.train(config(normalize_observations=False), tmp_path, profile=2)
+    assert "a trace of 2 updates is in" in capsys.readouterr().out
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+    with pytest.raises(ConfigError, match="profile=3 must not be negative, and needs a workdir"):
+        anakin.train(config(), profile=3)

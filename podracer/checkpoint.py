@@ -258,6 +258,12 @@ class Checkpoints:
         if self._failed is not None:
             raise SaveError(f"the last checkpoint could not be written: {self._failed}")
 
+    def close(self) -> None:
+        """Waits for what is being written, and lets go of it."""
+        self._wait()
+        if self._manager is not None:
+            self._manager.close()
+
 
 def load_weights(workdir: epath.PathLike, which: str, like: Weights) -> tuple[Weights, int]:
     """The weights of a run.
@@ -296,7 +302,7 @@ def load_weights(workdir: epath.PathLike, which: str, like: Weights) -> tuple[We
                 f"the weights in {str(workdir)!r} are of another network: {name} has the shape "
                 f"{shapes[0]} there and {shapes[1]} here"
             )
-    named = manager.restore(
-        step, args=ocp.args.Composite(**{WEIGHTS: ocp.args.StandardRestore(wanted)})
-    )[WEIGHTS]
+    arguments = ocp.args.Composite(**{WEIGHTS: ocp.args.StandardRestore(wanted)})
+    named = manager.restore(step, args=arguments)[WEIGHTS]
+    manager.close()
     return jax.tree_util.tree_map_with_path(lambda path, _: named[_name(path)], like), step

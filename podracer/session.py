@@ -261,5 +261,7 @@ class Session:
         self._profile.close()
         if self._tracker is not None:
             self._tracker.close()
+        if self._checkpoints is not None:
+            self._checkpoints.close()
         if self._files is not None:
             self._files.close()

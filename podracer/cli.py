@@ -145,7 +145,7 @@ def exit_code(command: Callable[[], Any]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return CODES[type(error)]
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         return INTERRUPTED
     return OK
 

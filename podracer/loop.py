@@ -190,6 +190,7 @@ class _Keeper:
         """Saves the run, waits for that and ends as it was asked to."""
         self.save(state, update, pending=pending)
         self._session.finish_saving()
+        self._session.say(f"stops after update {update:,}; the same command goes on from there")
         raise self._session.stop.error()
 
 

@@ -76,10 +76,17 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
             yield from _leaves(value, f"{prefix}{key}.")
 
 
-def _parse(argv: Sequence[str]) -> tuple[Any, str, bool]:
-    """Config, workdir and quiet of a command line."""
+def parse_config(argv: Sequence[str], values: flags.FlagValues) -> tuple[Any, pathlib.Path]:
+    """The config of a command line, and the file that it is from.
+
+    Args:
+      argv: with the program's name first.
+      values: the command's own flags; they have their values afterwards.
+
+    Raises:
+      ConfigError: an unknown flag or key, or an impossible value.
+    """
     argv, settings = _take_settings(argv)
-    values = flags.FlagValues()
     config = config_flags.DEFINE_config_file(
         "config",
         help_string="The run's configuration; --config.KEY=VALUE changes a value in it.",
@@ -87,12 +94,8 @@ def _parse(argv: Sequence[str]) -> tuple[Any, str, bool]:
         flag_values=values,
         sys_argv=list(argv),
     )
-    workdir = flags.DEFINE_string(
-        "workdir", None, "Where to write; default: runs/NAME_OF_THE_CONFIG", flag_values=values
-    )
-    quiet = flags.DEFINE_bool("quiet", False, "Print nothing but errors", flag_values=values)
     if any(argument in ("-h", "--help", "-help") for argument in argv):
-        print(f"usage: python -m podracer.ARCHITECTURE --config=FILE\n{values.get_help()}")
+        print(f"usage: python -m podracer.COMMAND --config=FILE\n{values.get_help()}")
         raise SystemExit(OK)
     path = _config_path(argv)
     _check_keys(argv)
@@ -109,22 +112,24 @@ def _parse(argv: Sequence[str]) -> tuple[Any, str, bool]:
     with config.value.unlocked():
         for section, key, value in settings:
             config.value[section][key] = value
-    return config.value, workdir.value or f"runs/{path.stem}", bool(quiet.value)
+    return config.value, path
 
 
-def main(train: Callable[..., Any], argv: Sequence[str] | None = None) -> int:
-    """Trains as a command line says.
+def _parse(argv: Sequence[str]) -> tuple[Any, str, bool]:
+    """Config, workdir and quiet of a command line."""
+    values = flags.FlagValues()
+    workdir = flags.DEFINE_string(
+        "workdir", None, "Where to write; default: runs/NAME_OF_THE_CONFIG", flag_values=values
+    )
+    quiet = flags.DEFINE_bool("quiet", False, "Print nothing but errors", flag_values=values)
+    config, path = parse_config(argv, values)
+    return config, workdir.value or f"runs/{path.stem}", bool(quiet.value)
 
-    Args:
-      train: an architecture's ``train(config, workdir, quiet=...)``.
-      argv: with the program's name first; None takes ``sys.argv``.
 
-    Returns:
-      The exit code.
-    """
+def exit_code(command: Callable[[], Any]) -> int:
+    """Runs a command and says in one line what went wrong; returns the exit code."""
     try:
-        config, workdir, quiet = _parse(sys.argv if argv is None else argv)
-        train(config, workdir, quiet=quiet)
+        command()
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_CONFIG
@@ -138,3 +143,21 @@ def main(train: Callable[..., Any], argv: Sequence[str] | None = None) -> int:
         print("interrupted; what was written stays", file=sys.stderr)
         return INTERRUPTED
     return OK
+
+
+def main(train: Callable[..., Any], argv: Sequence[str] | None = None) -> int:
+    """Trains as a command line says.
+
+    Args:
+      train: an architecture's ``train(config, workdir, quiet=...)``.
+      argv: with the program's name first; None takes ``sys.argv``.
+
+    Returns:
+      The exit code.
+    """
+
+    def command() -> None:
+        config, workdir, quiet = _parse(sys.argv if argv is None else argv)
+        train(config, workdir, quiet=quiet)
+
+    return exit_code(command)

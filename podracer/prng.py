@@ -70,7 +70,12 @@ _UNROLLED = jex_random.define_prng_impl(
 )
 
 
-def key(seed: int) -> Array:
-    """A key for this seed, of the kind that is fastest on the default backend."""
-    impl = _UNROLLED if jax.default_backend() == "cpu" else "threefry2x32"
+def key(seed: int, platform: str = "") -> Array:
+    """A key for this seed, of the kind that is fastest on a platform.
+
+    Args:
+      seed: any.
+      platform: of the devices that will draw, "cpu", "gpu" or "tpu"; by default where JAX runs.
+    """
+    impl = _UNROLLED if (platform or jax.default_backend()) == "cpu" else "threefry2x32"
     return jax.random.key(seed, impl=impl)

@@ -19,6 +19,7 @@ FLOORS = [
     ["metrics"],
     ["loop"],
     ["cli", "anakin", "sebulba"],
+    ["plan"],
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(ROOT.rglob("*.py"))

@@ -6,7 +6,7 @@ updates in one host call. Environments and weights never leave the devices.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,14 @@ class State(struct.PyTreeNode):
     train: TrainState
     rollout: rollout.RolloutState
     key: Array
+
+
+# How a state lies on the mesh.
+STATE_SPECS: Any = State(
+    train=mesh_lib.REPLICATED,  # type: ignore[arg-type]
+    rollout=mesh_lib.SHARDED,  # type: ignore[arg-type]
+    key=mesh_lib.REPLICATED,  # type: ignore[arg-type]
+)
 
 
 class Program(NamedTuple):
@@ -112,8 +120,7 @@ def make_program(
         key = parts_lib.evaluation_key(state.key, state.train.step)
         return play(state.train.weights, key)
 
-    replicated, sharded = mesh_lib.REPLICATED, mesh_lib.SHARDED
-    specs = State(train=replicated, rollout=sharded, key=replicated)  # type: ignore[arg-type]
+    replicated, specs = mesh_lib.REPLICATED, STATE_SPECS
     init = make_init(env, parts, sizes, config.stagger)
     step = make_step(env, parts, sizes)
     return Program(
@@ -124,3 +131,11 @@ def make_program(
         agent=parts.agent,
         mesh=mesh,
     )
+
+
+def lower_step(program: Program, state: Any) -> jax.stages.Lowered:
+    """The step, ready to compile for these states, or shapes of them.
+
+    States are donated: a step reuses the memory of the one it is given.
+    """
+    return jax.jit(program.step, donate_argnums=0).lower(state)

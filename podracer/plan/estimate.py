@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from podracer.config import Config
 from podracer.errors import ConfigError
-from podracer.plan import hlo, programs
+from podracer.plan import costs, programs
 from podracer.plan.chips import Slice
-from podracer.plan.hlo import Kernel
+from podracer.plan.costs import Kernel
 from podracer.plan.programs import Compiled, Layout, Memory, TooLarge
 
 NOT_INCLUDED = (
@@ -146,12 +146,12 @@ def _collectives(kernels: Iterable[Kernel], calls: float, per: float) -> Collect
 
 
 def _program(compiled: Compiled, where: Slice, gradient_steps: int) -> ProgramPlan:
-    kernels, calls = hlo.kernels(hlo.parse(compiled.text)), compiled.piece.calls
+    kernels, calls = costs.kernels(compiled.text), compiled.piece.calls
 
     def total(one: Callable[[Kernel], float]) -> float:
         return calls * sum(k.times * one(k) for k in kernels)
 
-    collectives = [k for k in kernels if k.opcode in hlo.COLLECTIVES]
+    collectives = [k for k in kernels if k.opcode in costs.COLLECTIVES]
     often = [k for k in collectives if k.times * calls >= gradient_steps]
     return ProgramPlan(
         name=compiled.piece.name,

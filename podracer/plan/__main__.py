@@ -18,8 +18,9 @@ from podracer.errors import ConfigError
 from podracer.plan import chips, estimate, programs, table
 from podracer.plan.estimate import Plan
 
-# libtpu looks for the machine's TPU unless it is told what there is.
+# libtpu looks for the machine's TPU unless it is told what there is, and keeps it to one process.
 ENVIRONMENT = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5e-1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -61,13 +62,13 @@ def plans(config: Config, values: flags.FlagValues) -> list[Plan]:
     arch = programs.architecture(config, values.arch)
     slices = [chips.get_slice(name, values.num_slices) for name in values.topology]
     env = programs.make_env(config, arch)
-    made = []
+    made, known = [], {}
     for where in slices:
         here = config
         if values.envs_per_core:
             learners = programs.num_learners(config, arch, where)
             here = dataclasses.replace(config, num_envs=values.envs_per_core * learners)
-        made.append(estimate.make(here, arch, env, where))
+        made.append(estimate.make(here, arch, env, where, known))
     return made
 
 

@@ -135,5 +135,7 @@ def get_slice(topology: str, num_slices: int = 1) -> Slice:
             platform="tpu", topology_name=topology, **options
         )
     except jax.errors.JaxRuntimeError as error:
+        if "INVALID_ARGUMENT" not in str(error):
+            raise
         raise ConfigError(f"{unknown('topology', topology, TOPOLOGIES)} ({error})") from error
     return Slice(topology, num_slices, chip, description.devices)

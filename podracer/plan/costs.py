@@ -24,7 +24,8 @@ class Kernel(NamedTuple):
       flops: of one time.
       bytes: to and from the device's main memory, of one time.
       cycles: that the compiler itself expects, of one time; 0 where it says nothing.
-      sent: bytes that a collective combines, of one time; 0 for all others.
+      sent: bytes that a collective combines, or that go to another slice ("send"), of one time; 0
+        for all others.
       host: it waits for the host or moves data to or from it.
       counted: all loops around it have known trip counts; the others count as one.
     """
@@ -100,6 +101,8 @@ def _kernel(
     opcode = instruction.opcode.removesuffix("-start")
     cycles = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
     operands = [where.instructions[name] for name in instruction.operands]
+    # What goes to other slices leaves by way of the host's network, but no code there waits for it.
+    abroad = opcode in ("send", "recv") and "megascale" in instruction.attributes
     target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
     return Kernel(
         instruction.name,
@@ -108,8 +111,8 @@ def _kernel(
         _flops(module, where, instruction),
         _bytes(module, where, instruction),
         int(cycles[1]) if cycles else 0,
-        sum(s.size for o in operands for s in o.shapes) if opcode in COLLECTIVES else 0,
-        opcode in _HOST or bool(target and re.search("callback|[Hh]ost", target[1])),
+        sum(s.size for o in operands for s in o.shapes) if opcode in COLLECTIVES or abroad else 0,
+        (opcode in _HOST and not abroad) or bool(target and re.search("callback|Host", target[1])),
         counted,
     )
 

@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from podracer.config import Config
 from podracer.errors import ConfigError
 from podracer.plan import costs, programs
 from podracer.plan.chips import Slice
-from podracer.plan.costs import Kernel
+from podracer.plan.costs import COLLECTIVES, Kernel
 from podracer.plan.programs import Compiled, Layout, Memory, TooLarge
 
 NOT_INCLUDED = (
@@ -22,7 +22,8 @@ NOT_INCLUDED_SEBULBA = (
 )
 
 
-class Collectives(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Collectives:
     """How many run on each device, and how many bytes they combine."""
 
     number: float
@@ -127,8 +128,8 @@ def _roofline(kernel: Kernel, where: Slice) -> float:
     return max(
         kernel.flops / (chip.flops * share),
         kernel.bytes / (chip.bandwidth * share),
-        # Each byte is sent for the sum and again for the result.
-        2 * kernel.sent / (chip.interconnect * share),
+        # Each byte is sent for the sum and again for the result; not so between slices.
+        2 * kernel.sent / (chip.interconnect * share) if kernel.opcode in COLLECTIVES else 0.0,
     )
 
 
@@ -151,7 +152,7 @@ def _program(compiled: Compiled, where: Slice, gradient_steps: int) -> ProgramPl
     def total(one: Callable[[Kernel], float]) -> float:
         return calls * sum(k.times * one(k) for k in kernels)
 
-    collectives = [k for k in kernels if k.opcode in costs.COLLECTIVES]
+    collectives = [k for k in kernels if k.sent]
     often = [k for k in collectives if k.times * calls >= gradient_steps]
     return ProgramPlan(
         name=compiled.piece.name,
@@ -181,6 +182,10 @@ def _seconds(plans: Iterable[ProgramPlan], layout: Layout, key: str) -> float | 
     return sum(seconds.values()) if layout.shared else max(seconds.values())
 
 
+# Compiled programs of single devices, by chip and text.
+Known = dict[tuple[str, str], Compiled | TooLarge]
+
+
 def _too_large(results: list[Compiled | TooLarge], layout: Layout, memory: float) -> Fit | None:
     for piece, result in zip(layout.pieces, results, strict=False):
         if isinstance(result, TooLarge):
@@ -191,12 +196,18 @@ def _too_large(results: list[Compiled | TooLarge], layout: Layout, memory: float
     return None
 
 
-def _compile(layout: Layout) -> list[Compiled | TooLarge]:
+def _compile(layout: Layout, where: Slice, known: Known) -> list[Compiled | TooLarge]:
     """Every program, up to the first that is refused."""
     results = []
     for piece in layout.pieces:
-        results.append(programs.compile_piece(piece))
-        if isinstance(results[-1], TooLarge):
+        # A program of one device is the same on every slice of its chip.
+        alone = (where.topology.partition(":")[0], piece.lowered.as_text())
+        result = known.get(alone) if piece.where == programs.ACTORS else None
+        result = result or programs.compile_piece(piece)
+        if piece.where == programs.ACTORS:
+            known[alone] = result
+        results.append(result)
+        if isinstance(result, TooLarge):
             break
     return results
 
@@ -233,21 +244,28 @@ def _largest_that_fits(
     return None
 
 
-def make(config: Config, arch: str, env: Any, where: Slice) -> Plan:
+def make(config: Config, arch: str, env: Any, where: Slice, known: Known | None = None) -> Plan:
     """Compiles a run for a slice and works out what it needs.
+
+    Args:
+      config: of the run.
+      arch: "anakin" or "sebulba".
+      env: as ``programs.make_env`` makes it.
+      where: the slice.
+      known: what other plans have compiled already, and this one will have.
 
     Raises:
       ConfigError: sizes don't fit the slice.
     """
-    memory = where.chip.memory * where.share
+    memory, known = where.chip.memory * where.share, {} if known is None else known
     layout = programs.lay_out(config, arch, env, where)
-    results = _compile(layout)
+    results = _compile(layout, where, known)
     fit = _too_large(results, layout, memory)
     if fit:
 
         def attempt(config: Config) -> Fit | None:
             layout = programs.lay_out(config, arch, env, where)
-            return _too_large(_compile(layout), layout, memory)
+            return _too_large(_compile(layout, where, known), layout, memory)
 
         keys = ("num_envs", "unroll_length")
         sizes = {key: _largest_that_fits(config, key, fit, attempt) for key in keys}

@@ -1,5 +1,6 @@
 """The programs of a run, compiled for devices that are not there: the very ones that train."""
 
+import dataclasses
 import re
 import time
 from typing import Any, NamedTuple
@@ -51,7 +52,8 @@ class Layout(NamedTuple):
     shared: bool
 
 
-class Memory(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Memory:
     """Bytes of one device that a program needs.
 
     Attributes:
@@ -190,7 +192,7 @@ def compile_piece(piece: Piece) -> Compiled | TooLarge:
         stats.alias_size_in_bytes,
         stats.generated_code_size_in_bytes,
     )
-    memory = Memory(*sizes, total=sum(sizes) - 2 * stats.alias_size_in_bytes)
+    memory = Memory(*sizes, sum(sizes) - 2 * stats.alias_size_in_bytes)
     return Compiled(piece, compiled.as_text() or "", memory, seconds)
 
 

@@ -117,13 +117,13 @@ def get_slice(topology: str, num_slices: int = 1) -> Slice:
     Raises:
       ConfigError: libtpu is missing, or there is no such slice.
     """
+    kind, _, shape = topology.partition(":")
+    if kind not in CHIPS:
+        raise unknown("topology", topology, TOPOLOGIES)
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError(
             "the TPU compiler is not installed; get it by pip install 'podracer[tpu]'"
         )
-    kind, _, shape = topology.partition(":")
-    if kind not in CHIPS:
-        raise unknown("topology", topology, TOPOLOGIES)
     chip = CHIPS[kind]
     options = dict(chip.options)
     if shape == "1x1":

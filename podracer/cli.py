@@ -1,11 +1,13 @@
 """The command line, the same for every architecture: flags in, exit code out.
 
 Exit codes: 0 done; 2 an impossible setting, found before anything compiled; 3 a loss or gradient
-became NaN or infinite; 4 an actor thread failed or hangs; 130 interrupted.
+became NaN or infinite; 4 an actor thread failed or hangs; 5 the run can't be saved or read back;
+42 ended by SIGTERM, to be started again; 130 interrupted. After 42 and 130 the run has been saved.
 """
 
 import ast
 import pathlib
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,11 +16,25 @@ from absl import flags
 from ml_collections import config_flags
 
 from podracer.config import default_config
-from podracer.errors import ActorError, ConfigError, DivergedError, unknown
+from podracer.errors import (
+    ActorError,
+    ConfigError,
+    DivergedError,
+    PreemptedError,
+    SaveError,
+    unknown,
+)
 
 # Sections whose keys are an environment's to know.
 OPEN_SECTIONS = ("env_params", "env_kwargs")
-OK, BAD_CONFIG, DIVERGED, ACTOR, INTERRUPTED = 0, 2, 3, 4, 130
+OK, BAD_CONFIG, DIVERGED, ACTOR, UNSAVED, PREEMPTED, INTERRUPTED = 0, 2, 3, 4, 5, 42, 130
+CODES = {
+    ConfigError: BAD_CONFIG,
+    DivergedError: DIVERGED,
+    ActorError: ACTOR,
+    SaveError: UNSAVED,
+    PreemptedError: PREEMPTED,
+}
 
 
 def _config_path(argv: Sequence[str]) -> pathlib.Path:
@@ -115,32 +131,35 @@ def parse_config(argv: Sequence[str], values: flags.FlagValues) -> tuple[Any, pa
     return config.value, path
 
 
-def _parse(argv: Sequence[str]) -> tuple[Any, str, bool]:
-    """Config, workdir and quiet of a command line."""
+def _parse(argv: Sequence[str]) -> tuple[Any, dict[str, Any]]:
+    """The config of a command line, and the run's other options."""
     values = flags.FlagValues()
-    workdir = flags.DEFINE_string(
-        "workdir", None, "Where to write; default: runs/NAME_OF_THE_CONFIG", flag_values=values
+    flags.DEFINE_string(
+        "workdir", None, "The run's folder; default: runs/NAME_OF_CONFIG", flag_values=values
     )
-    quiet = flags.DEFINE_bool("quiet", False, "Print nothing but errors", flag_values=values)
+    flags.DEFINE_bool(
+        "restart", False, "Begin anew; a run in the workdir moves aside", flag_values=values
+    )
+    flags.DEFINE_string(
+        "init_from", None, "Workdir of a run whose weights to begin with", flag_values=values
+    )
+    flags.DEFINE_bool("quiet", False, "Print nothing but errors", flag_values=values)
+    flags.DEFINE_bool("verbose", False, "Show all metrics", flag_values=values)
     config, path = parse_config(argv, values)
-    return config, workdir.value or f"runs/{path.stem}", bool(quiet.value)
+    names = ("workdir", "restart", "init_from", "quiet", "verbose")
+    options = {name: values[name].value for name in names}
+    return config, {**options, "workdir": options["workdir"] or f"runs/{path.stem}"}
 
 
 def exit_code(command: Callable[[], Any]) -> int:
     """Runs a command and says in one line what went wrong; returns the exit code."""
     try:
         command()
-    except ConfigError as error:
+    except tuple(CODES) as error:
         print(f"error: {error}", file=sys.stderr)
-        return BAD_CONFIG
-    except DivergedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return DIVERGED
-    except ActorError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return ACTOR
+        return CODES[type(error)]
     except KeyboardInterrupt:
-        print("interrupted; what was written stays", file=sys.stderr)
+        print("interrupted; the same command goes on from here", file=sys.stderr)
         return INTERRUPTED
     return OK
 
@@ -149,7 +168,7 @@ def main(train: Callable[..., Any], argv: Sequence[str] | None = None) -> int:
     """Trains as a command line says.
 
     Args:
-      train: an architecture's ``train(config, workdir, quiet=...)``.
+      train: an architecture's ``train(config, **options)``.
       argv: with the program's name first; None takes ``sys.argv``.
 
     Returns:
@@ -157,7 +176,18 @@ def main(train: Callable[..., Any], argv: Sequence[str] | None = None) -> int:
     """
 
     def command() -> None:
-        config, workdir, quiet = _parse(sys.argv if argv is None else argv)
-        train(config, workdir, quiet=quiet)
+        config, options = _parse(sys.argv if argv is None else argv)
+        train(config, **options)
 
-    return exit_code(command)
+    # Until the loop takes over, which saves the run first.
+    before = signal.signal(signal.SIGTERM, _end)
+    try:
+        return exit_code(command)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(*_: object) -> None:
+    raise PreemptedError(
+        "asked to end by SIGTERM, before the first step; the same command begins again"
+    )

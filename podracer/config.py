@@ -48,6 +48,45 @@ class EvaluationConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """When a run is saved; at its end, at a stop and at the best evaluation it always is.
+
+    Attributes:
+      every: updates between checkpoints, rounded up to whole host calls; 0 counts none.
+      minutes: between checkpoints; 0 looks at no clock.
+      keep: how many of the newest stay; the one with the best evaluation stays as well.
+    """
+
+    every: int = 0
+    minutes: float = 5.0
+    keep: int = 2
+
+    def __post_init__(self):
+        if self.every < 0 or self.minutes < 0 or self.keep <= 0:
+            raise ConfigError(
+                "checkpoint.every and checkpoint.minutes must not be negative, checkpoint.keep "
+                f"must be positive, got {self.every}, {self.minutes} and {self.keep}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class LoggingConfig:
+    """Where rows of metrics go, beside ``metrics.jsonl``.
+
+    Attributes:
+      tensorboard: event files in the workdir's folder of that name.
+      wandb: Weights & Biases, which is the extra ``podracer[wandb]``.
+      wandb_project: that the run belongs to there.
+      wandb_entity: the user or team that the project belongs to; "" takes the user's default.
+    """
+
+    tensorboard: bool = True
+    wandb: bool = False
+    wandb_project: str = "podracer"
+    wandb_entity: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class SebulbaConfig:
     """What Sebulba alone has to know.
 
@@ -104,7 +143,7 @@ class Config:
       unroll_length: steps an environment takes between two updates (T).
       updates_per_call: updates between two rows of metrics, for Anakin in one call of the compiled
         program; 0 chooses, so that a run has about a hundred rows with Anakin, a thousand with
-        Sebulba.
+        Sebulba, and a call at most 100 updates. A run that is asked to stop ends its call first.
       stagger: the first episodes are advanced by up to this many random actions, each environment
         by another number, so that they do not end all at once; 0 starts them together.
       discount: gamma.
@@ -119,6 +158,8 @@ class Config:
       ppo: see ``agents.ppo.PPOConfig``.
       vtrace: see ``agents.vtrace.VTraceConfig``.
       evaluation: see ``EvaluationConfig``.
+      checkpoint: see ``CheckpointConfig``.
+      logging: see ``LoggingConfig``.
       sebulba: see ``SebulbaConfig``; Anakin has no use for it.
     """
 
@@ -149,6 +190,8 @@ class Config:
     ppo: PPOConfig = dataclasses.field(default_factory=PPOConfig)
     vtrace: VTraceConfig = dataclasses.field(default_factory=VTraceConfig)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
     sebulba: SebulbaConfig = dataclasses.field(default_factory=SebulbaConfig)
 
     def __post_init__(self):
@@ -263,6 +306,14 @@ class Sizes:
     num_calls: int
     total_steps: int
 
+    def calls(self, first: int) -> range:
+        """The numbers of the updates that calls begin with, from update ``first`` on."""
+        return range(first, self.num_updates, self.updates_per_call)
+
+    def last(self, first: int) -> int:
+        """Updates done when these calls are over."""
+        return first + len(self.calls(first)) * self.updates_per_call
+
 
 def sizes(config: Config, num_devices: int, num_threads: int = 0) -> Sizes:
     """Derives all sizes.
@@ -281,12 +332,13 @@ def sizes(config: Config, num_devices: int, num_threads: int = 0) -> Sizes:
         threads = f" times {num_threads} actor threads" if num_threads else ""
         raise ConfigError(
             f"num_envs={config.num_envs} does not divide over {num_devices} devices{threads}; "
-            f"{_nearest_multiple(config.num_envs, divisor)} would"
+            f"{_nearest_multiple(config.num_envs, divisor)} would, and so would "
+            f"{_divisors(config.num_envs, max(1, num_threads))} devices"
         )
     steps_per_update = config.num_envs * config.unroll_length
     updates = math.ceil(config.total_steps / steps_per_update)
-    per_call = config.updates_per_call or max(1, updates // (1000 if num_threads else 100))
-    per_call = min(per_call, updates)
+    rows = 1000 if num_threads else 100
+    per_call = min(config.updates_per_call or max(1, min(updates // rows, 100)), updates)
     calls = math.ceil(updates / per_call)
     return Sizes(
         num_devices=num_devices,
@@ -303,6 +355,12 @@ def sizes(config: Config, num_devices: int, num_threads: int = 0) -> Sizes:
 
 def _nearest_multiple(n: int, divisor: int) -> int:
     return max(1, round(n / divisor)) * divisor
+
+
+def _divisors(num_envs: int, num_threads: int) -> str:
+    """Numbers of devices that this many environments divide over, the first eight."""
+    found = [n for n in range(1, num_envs + 1) if num_envs % (n * num_threads) == 0]
+    return ", ".join(map(str, found[:8])) or "no number of"
 
 
 def cpu_cores() -> int:

@@ -14,16 +14,24 @@ class DivergedError(RuntimeError):
     """A loss or a gradient became NaN or infinite. The commands exit with code 3."""
 
 
+class ActorError(RuntimeError):
+    """An actor thread failed or hangs. The commands exit with code 4."""
+
+
+class SaveError(RuntimeError):
+    """What a run has learned can't be written or read back. The commands exit with code 5."""
+
+
+class PreemptedError(RuntimeError):
+    """The system asked the run to end; it has been saved. The commands exit with code 42."""
+
+
 def check_kwargs(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
     """Raises ``ConfigError`` if an environment's maker does not take these ``env_kwargs``."""
     try:
         inspect.signature(function).bind(**kwargs)
     except TypeError as error:
         raise ConfigError(f"{name} does not take env_kwargs={dict(kwargs)}: {error}") from error
-
-
-class ActorError(RuntimeError):
-    """An actor thread failed or hangs. The commands exit with code 4."""
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> ConfigError:

@@ -67,8 +67,9 @@ def make_optimizer(config: LearnerConfig) -> optax.GradientTransformation:
         scale = optax.adam(rate, eps=config.epsilon)
     else:
         scale = optax.rmsprop(rate, decay=0.99, eps=config.epsilon, eps_in_sqrt=True)
-    clip = optax.clip_by_global_norm(config.max_grad_norm)
-    return optax.flatten(optax.chain(clip, scale) if config.max_grad_norm else scale)
+    norm = config.max_grad_norm
+    clip = optax.clip_by_global_norm(norm) if norm else optax.identity()
+    return optax.flatten(optax.chain(clip, scale))
 
 
 def shuffle(key: Array, items: int, minibatches: int, device_index: Array | int) -> Array:

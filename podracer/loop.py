@@ -1,16 +1,19 @@
-"""The loop around a compiled step: evaluation, metrics one call late, the stop at NaN, the end."""
+"""The loop around a compiled step: metrics one call late, evaluation, checkpoints, every end."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
 
+from podracer.checkpoint import Progress
 from podracer.config import Config, Sizes
 from podracer.episodes import Episodes
 from podracer.errors import DivergedError
-from podracer.metrics import Clock, Row, Writer
+from podracer.metrics import Clock, Row
 from podracer.rollout import EpisodeMetrics
+from podracer.session import Session
+from podracer.signals import Interrupted
 from podracer.types import Weights
 
 
@@ -86,100 +89,160 @@ def _eval_row(episodes: Episodes) -> Row:
 
 
 class _Log:
-    """Turns what calls report into rows, one after the other."""
+    """Turns what calls report into rows, one call late: the host waits while devices go on."""
 
-    def __init__(self, sizes: Sizes, writer: Writer, clock: Clock):
-        self.rows: list[Row] = []
-        self._sizes, self._writer, self._clock = sizes, writer, clock
-        self._step, self._seconds = 0, clock.training()
+    def __init__(self, sizes: Sizes, session: Session, clock: Clock, update: int):
+        self._sizes, self._session, self._clock = sizes, session, clock
+        self._unread: tuple[int, CallMetrics] | None = None
+        self._step, self._seconds = update * sizes.steps_per_update, clock.training()
 
-    def read(self, call: int, metrics: CallMetrics, evaluation: Row) -> None:
-        """Waits for the metrics of a call, checks them and writes them down."""
-        sizes, metrics = self._sizes, jax.device_get(metrics)
-        check_finite(metrics.losses, call * sizes.updates_per_call, sizes)
-        step = (call + 1) * sizes.updates_per_call * sizes.steps_per_update
+    def add(self, update: int, metrics: CallMetrics) -> None:
+        """What the call that began with this update reports; writes down the one before it."""
+        self.flush()
+        self._unread = update, metrics
+
+    def row(self) -> Row:
+        """Waits for the metrics that were not read yet, and checks them."""
+        assert self._unread is not None
+        (update, metrics), sizes = self._unread, self._sizes
+        self._unread, metrics = None, jax.device_get(metrics)
+        check_finite(metrics.losses, update, sizes)
+        step = (update + sizes.updates_per_call) * sizes.steps_per_update
         seconds = self._clock.training()
-        row: Row = {
+        rate = (step - self._step) / max(seconds - self._seconds, 1e-9)
+        self._step, self._seconds = step, seconds
+        return {
             "step": step,
             "wall_time": self._clock.total(),
-            "time/steps_per_second": (step - self._step) / max(seconds - self._seconds, 1e-9),
+            "time/steps_per_second": rate,
             **_train_row(metrics),
-            **evaluation,
         }
-        self._step, self._seconds = step, seconds
-        self.rows.append(row)
-        self._writer.write(row)
 
-    def summary(self, seed: int, after_compile: float) -> dict[str, Any]:
-        """What a run comes down to; ``after_compile`` is the clock's total when it began."""
-        clock, steps, last = self._clock, self._sizes.total_steps, self.rows[-1]
-        return {
-            "env_steps": steps,
-            "wall_seconds": clock.total(),
-            "compile_seconds": clock.seconds["compile"],
-            "steps_per_second": steps / (clock.total() - after_compile),
-            "eval_return_mean": last["eval/episode_return"],
-            "eval_return_std": last["eval/episode_return_std"],
-            "eval_episodes": last["eval/episodes"],
-            "eval_complete": last["eval/complete"],
-            "seed": seed,
-            "seconds": {**clock.seconds, "training": clock.training()},
-        }
+    def flush(self) -> None:
+        """Writes down what was not read yet."""
+        if self._unread is not None:
+            self._session.write(self.row(), self._clock)
+
+
+class _Keeper:
+    """Judges and saves a run, and ends it where it is asked to."""
+
+    def __init__(
+        self,
+        evaluate: Callable[[Any], Episodes],
+        session: Session,
+        clock: Clock,
+        best: float | None,
+    ):
+        self._evaluate, self._session, self._clock, self._best = evaluate, session, clock, best
+
+    def judge(self, state: Any, update: int, row: Row) -> None:
+        """Completes a row by an evaluation; the best one so far is saved."""
+        stop, clock = self._session.stop, self._clock
+        try:
+            with stop.raising(), clock.measure("evaluation"):
+                episodes = jax.device_get(self._evaluate(state))
+        except Interrupted:
+            self.end(state, update, pending=row)
+        self._session.write({**row, **_eval_row(episodes)}, clock)
+        score = float(episodes.ret.mean())
+        if self._best is None or score > self._best:
+            self._best = score
+            self.save(state, update, score)
+
+    def save(
+        self, state: Any, update: int, score: float | None = None, pending: Row | None = None
+    ) -> None:
+        """Saves the run while it goes on; metrics up to here have been written."""
+        clock = self._clock
+        with clock.measure("checkpoint"):
+            progress = Progress(update, clock.total(), dict(clock.seconds), self._best, pending)
+            self._session.save(state, progress, score)
+
+    def end(self, state: Any, update: int, pending: Row | None = None) -> NoReturn:
+        """Saves the run, waits for that and ends as it was asked to."""
+        self.save(state, update, pending=pending)
+        self._session.finish_saving()
+        raise self._session.stop.error()
 
 
 def run(
     state: Any,
+    progress: Progress,
     *,
     step: Callable[[Any], tuple[Any, CallMetrics]],
     evaluate: Callable[[Any], Episodes],
     config: Config,
     sizes: Sizes,
-    writer: Writer,
+    session: Session,
     clock: Clock,
     report: Callable[[], dict[str, Any]] = dict,
 ) -> Result:
-    """Calls ``step`` until the run is over.
+    """Calls ``step`` until the run is over, or is asked to end.
 
     The metrics of one call are read while the next one runs, so that the devices never wait for the
-    host; nothing moves to or from them but what is asked for (JAX's transfer guard).
+    host; nothing moves to or from them but what is asked for (JAX's transfer guard). A state is
+    saved only after its metrics were found to be finite.
 
     Args:
       state: with ``state.train`` a ``TrainState``; donated.
+      progress: how far that state has come.
       step: one call, compiled.
       evaluate: judges the weights of a state, compiled.
       config: of the run.
       sizes: of the run.
-      writer: where rows go.
+      session: where rows and checkpoints go.
       clock: keeps what time went to; compiling is in it already.
       report: more for the summary, asked for at the end.
 
     Raises:
       DivergedError: a loss or gradient became NaN or infinite; what was written stays.
+      PreemptedError: SIGTERM came; the run has been saved.
+      KeyboardInterrupt: SIGINT came; the run has been saved.
+      SaveError: metrics or the last checkpoint could not be written.
     """
-    after_compile = clock.total()
-    log = _Log(sizes, writer, clock)
-    with writer, jax.transfer_guard("disallow"):
-        unread = None
-        for call in range(sizes.num_calls):
+    log = _Log(sizes, session, clock, progress.update)
+    keeper = _Keeper(evaluate, session, clock, progress.best)
+    with session.stop as stop, jax.transfer_guard("disallow"):
+        if progress.pending is not None:
+            keeper.judge(state, progress.update, progress.pending)
+        for update in sizes.calls(progress.update):
             state, metrics = step(state)
-            if unread is not None:
-                log.read(*unread)
-            unread = (call, metrics, {})
-            if _evaluation_due(call, config, sizes):
-                jax.block_until_ready(metrics)
-                with clock.measure("evaluation"):
-                    row = _eval_row(jax.device_get(evaluate(state)))
-                log.read(call, metrics, row)
-                unread = None
-        summary = {**log.summary(config.seed, after_compile), **report()}
-    writer.finish(summary)
-    return Result(state.train.weights, log.rows, summary)
+            log.add(update, metrics)
+            done = update + sizes.updates_per_call
+            if _evaluation_due(update, done, config, sizes):
+                keeper.judge(state, done, log.row())
+            if stop.number is not None:
+                log.flush()
+                keeper.end(state, done)
+            if session.save_due(update, done):
+                log.flush()
+                keeper.save(state, done)
+        keeper.save(state, sizes.last(progress.update))
+        session.finish_saving()
+        summary = {**_summary(session.rows[-1], config.seed, clock), **report()}
+    session.finish(summary)
+    return Result(state.train.weights, session.rows, summary)
 
 
-def _evaluation_due(call: int, config: Config, sizes: Sizes) -> bool:
+def _summary(last: Row, seed: int, clock: Clock) -> dict[str, Any]:
+    """What a run comes down to, all its starts together."""
+    starting = sum(clock.seconds.get(what, 0.0) for what in ("setup", "compile"))
+    return {
+        "env_steps": last["step"],
+        "wall_seconds": clock.total(),
+        "compile_seconds": clock.seconds["compile"],
+        "steps_per_second": last["step"] / (clock.total() - starting),
+        "eval_return_mean": last["eval/episode_return"],
+        "eval_return_std": last["eval/episode_return_std"],
+        "eval_episodes": last["eval/episodes"],
+        "eval_complete": last["eval/complete"],
+        "seed": seed,
+        "seconds": {**clock.seconds, "training": clock.training()},
+    }
+
+
+def _evaluation_due(before: int, after: int, config: Config, sizes: Sizes) -> bool:
     """After the last call, and after each that completes another ``evaluation.every`` updates."""
-    if call + 1 == sizes.num_calls:
-        return True
     every = config.evaluation.every
-    before, after = (n * sizes.updates_per_call for n in (call, call + 1))
-    return every > 0 and after // every > before // every
+    return after >= sizes.num_updates or (every > 0 and after // every > before // every)

@@ -38,6 +38,7 @@ def start(cpu_devices: int, *, wanted: bool) -> list[Device]:
     Raises:
       ConfigError: more are wanted than JAX, which is in use already, has.
     """
+    _keep_compiled()
     said = "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in os.environ.get(
         "XLA_FLAGS", ""
     )
@@ -55,6 +56,16 @@ def start(cpu_devices: int, *, wanted: bool) -> list[Device]:
         )
     of_process = (jax.local_devices(process_index=p) for p in range(jax.process_count()))
     return [device for some in of_process for device in some[:cpu_devices]]
+
+
+def _keep_compiled() -> None:
+    """Has JAX keep compiled programs in the user's cache folder, unless it was told where, or not
+    to: a second start then compiles nothing."""
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        jax.config.update("jax_compilation_cache_dir", os.path.join(cache, "podracer"))
+        # Small programs too: a run has dozens.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 class Split(NamedTuple):

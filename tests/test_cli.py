@@ -1,5 +1,6 @@
 """The command line: exit codes, one-line errors before anything compiles, files of a run."""
 
+import contextlib
 import importlib
 import json
 import pathlib
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 
 import podracer
-from podracer import anakin, cli, metrics
+from podracer import anakin, cli
 from podracer.config import Config, default_config, parse, sizes
 from podracer.errors import ConfigError
+from podracer.workdir import Workdir
 
 CARTPOLE = str(pathlib.Path(__file__).parent.parent / "configs" / "cartpole.py")
 SMALL = ["--config.total_steps=2000", "--config.num_envs=8", "--config.unroll_length=16"]
@@ -108,16 +110,23 @@ def test_unwritable_workdir(tmp_path, capsys, nothing_compiles):
     assert "is not writable" in capsys.readouterr().err
 
 
+def test_a_tracker_whose_package_is_missing(tmp_path, capsys, monkeypatch, nothing_compiles):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert run(tmp_path, "--config.logging.wandb") == cli.BAD_CONFIG
+    assert "pip install 'podracer[wandb]'" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_workdir_of_a_run_that_is_going_on(tmp_path, capsys, nothing_compiles):
-    with metrics.Writer(tmp_path / "run", quiet=True):
+    with contextlib.closing(Workdir(tmp_path / "run", restart=False, say=print)):
         assert run(tmp_path) == cli.BAD_CONFIG
     assert "belongs to a run that is going on" in capsys.readouterr().err
 
 
 def test_workdir_that_can_not_be_moved_aside(tmp_path, capsys, monkeypatch, nothing_compiles):
-    metrics.Writer(tmp_path, quiet=True).__exit__()
+    (tmp_path / "config.json").write_text('{"config": {}, "sizes": {}}')
     monkeypatch.chdir(tmp_path)
-    argv = ["anakin", f"--config={CARTPOLE}", "--workdir=.", *SMALL]
+    argv = ["anakin", f"--config={CARTPOLE}", "--workdir=.", "--restart", *SMALL]
     assert cli.main(anakin.train, argv) == cli.BAD_CONFIG
     assert "can't be moved aside" in capsys.readouterr().err
 
@@ -174,8 +183,8 @@ def test_a_run_leaves_what_it_promises(tmp_path, capsys):
         assert ("eval/episode_return" in row) == (row["step"] % 512 == 0)
     assert any("train/episode_return" in row for row in rows)
 
-    # The same command again: nothing of the first run is lost.
-    assert run(tmp_path) == cli.OK
+    # Begun anew, nothing of the first run is lost.
+    assert run(tmp_path, "--restart") == cli.OK
     assert json.loads((tmp_path / "run.1" / "summary.json").read_text()) == summary
 
 

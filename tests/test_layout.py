@@ -9,16 +9,21 @@ ROOT = pathlib.Path(__file__).parent.parent / "podracer"
 # From the bottom up. A module imports from lower floors and from its own room.
 FLOORS = [
     ["errors"],
-    ["types"],
+    ["signals"],
+    ["metrics", "types"],
+    ["workdir"],
     ["prng", "returns"],
     ["nets"],
     ["agents", "mesh", "envs", "learner"],
     ["rollout"],
     ["config"],
     ["episodes", "parts"],
-    ["metrics"],
+    ["view"],
+    ["checkpoint", "curves", "screen", "trackers"],
+    ["plot"],
+    ["session"],
     ["loop"],
-    ["cli", "anakin", "sebulba"],
+    ["cli", "look", "anakin", "sebulba"],
     ["plan"],
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

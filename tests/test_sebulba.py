@@ -19,6 +19,7 @@ from podracer.sebulba import actor as actor_lib
 from podracer.sebulba import learner as learner_lib
 from podracer.sebulba import program
 from podracer.sebulba.pipeline import Channel, Publisher, Supervisor
+from podracer.session import Options, Session
 from podracer.types import Trajectory
 from tests import faulty
 from tests.helpers import make_config, make_run
@@ -35,7 +36,8 @@ def sebulba_config(**changes):
 def train(config, env=None):
     """A whole run: result of ``train``, with threads and all."""
     run = train_lib.prepare(config, env)
-    return train_lib.start(run, metrics.Writer(None, quiet=True), metrics.Clock())
+    with Session("sebulba", run.config, run.sizes, Options(quiet=True)) as session:
+        return train_lib.start(run, session, metrics.Clock())
 
 
 def weights_of(result) -> np.ndarray:
@@ -85,7 +87,7 @@ def same_phases(monkeypatch, config):
     _, _, state, step = make_run(config)
     phases = np.asarray(state.rollout.timestep.observation[:, 1]) - 5
     monkeypatch.setattr(
-        train_lib, "pool_seeds", lambda _, env_ids, __: phases[env_ids % len(phases)].astype(int)
+        train_lib, "pool_seeds", lambda _, env_ids, *__: phases[env_ids % len(phases)].astype(int)
     )
     return state, step
 

@@ -1,16 +1,17 @@
 """Trains by Anakin: from a configuration to weights, metrics and a workdir."""
 
 import dataclasses
-import os
 from typing import Any
 
 import jax
+from etils import epath
 
 from podracer import config as config_lib
-from podracer import envs, loop, metrics, prng
+from podracer import envs, loop, metrics, prng, trackers
 from podracer import mesh as mesh_lib
 from podracer.anakin.program import Program, State, lower_step, make_program
 from podracer.config import Config, Sizes
+from podracer.session import Options, Session
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +33,7 @@ def compile_program(program: Program, config: Config) -> Compiled:
 
 def prepare(config: Config) -> tuple[Program, Sizes]:
     """Everything that can be wrong with a configuration is found here, before it compiles."""
+    trackers.check(config.logging)
     # Before the environment: making one may already use JAX, which fixes the number of devices.
     devices = mesh_lib.start(
         config.cpu_devices or config_lib.auto_cpu_devices(config), wanted=config.cpu_devices > 0
@@ -44,15 +46,13 @@ def prepare(config: Config) -> tuple[Program, Sizes]:
     return program, sizes
 
 
-def train(
-    config: Any, workdir: str | os.PathLike[str] | None = None, *, quiet: bool = False
-) -> loop.Result:
+def train(config: Any, workdir: epath.PathLike | None = None, **options: Any) -> loop.Result:
     """Trains an agent on an environment written in JAX.
 
     Args:
       config: a ``ConfigDict`` as ``podracer.config.default_config`` gives it, or a ``Config``.
-      workdir: folder for config.json, metrics.jsonl and summary.json; None writes nothing.
-      quiet: print nothing.
+      workdir: folder of the run; a run that is there is continued. None writes nothing.
+      **options: see ``session.Options``.
 
     Returns:
       The trained weights, all rows of metrics, and the summary.
@@ -60,32 +60,32 @@ def train(
     Raises:
       ConfigError: an impossible setting, before anything compiles.
       DivergedError: a loss or gradient became NaN or infinite.
+      PreemptedError: the run was asked to end by SIGTERM, and has been saved.
+      SaveError: the run could not be saved or read back.
     """
     config = config_lib.parse(config)
     clock = metrics.Clock()
     with clock.measure("setup"):
         program, sizes = prepare(config)
-    # Only now: a run that can't start must not move an earlier one aside.
-    writer = metrics.Writer(workdir, quiet=quiet)
-    writer.begin(
-        config,
-        sizes,
-        list(program.mesh.devices.flat),
-        {
-            "devices": f"{sizes.num_devices} x {jax.devices()[0].device_kind} "
-            f"({jax.default_backend()})",
-            "environments": f"{sizes.num_envs:,} = {sizes.num_devices} x {sizes.envs_per_device:,}",
-        },
-    )
-    with clock.measure("compile"):
-        compiled = compile_program(program, config)
-        jax.block_until_ready(compiled.state)
-    return loop.run(
-        compiled.state,
-        step=compiled.step,
-        evaluate=compiled.evaluate,
-        config=config,
-        sizes=sizes,
-        writer=writer,
-        clock=clock,
-    )
+        session = Session("anakin", config, sizes, Options(workdir, **options))
+    layout = {
+        "devices": f"{sizes.num_devices} x {jax.devices()[0].device_kind} "
+        f"({jax.default_backend()})",
+        "environments": f"{sizes.num_envs:,} = {sizes.num_devices} x {sizes.envs_per_device:,}",
+    }
+    with session:
+        session.begin(list(program.mesh.devices.flat), layout)
+        with clock.measure("compile"):
+            compiled = compile_program(program, config)
+            jax.block_until_ready(compiled.state)
+        state, progress = session.restore(compiled.state, clock)
+        return loop.run(
+            state,
+            progress,
+            step=compiled.step,
+            evaluate=compiled.evaluate,
+            config=config,
+            sizes=sizes,
+            session=session,
+            clock=clock,
+        )

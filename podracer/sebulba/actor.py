@@ -150,14 +150,16 @@ class Schedule(NamedTuple):
     """What an actor does when.
 
     Attributes:
-      num_unrolls: in all.
+      first: the number of the first unroll, and of the updates done by then.
+      last: the number after the last one's.
       length: steps of each.
-      lag: unroll n acts with the weights after max(0, n - lag) updates, whatever the timing; None
-        takes the newest there are.
+      lag: unroll n acts with the weights after max(first, n - lag) updates, whatever the timing;
+        None takes the newest there are.
       max_restarts: of a pool.
     """
 
-    num_unrolls: int
+    first: int
+    last: int
     length: int
     lag: int | None
     max_restarts: int
@@ -197,9 +199,9 @@ def run(
     try:
         first = pool.reset()
         state = functions.start(actor.env_ids, first.timestep)
-        for n in range(schedule.num_unrolls):
+        for n in range(schedule.first, schedule.last):
             with clock.measure(WAIT):
-                wanted = None if schedule.lag is None else max(0, n - schedule.lag)
+                wanted = None if schedule.lag is None else max(schedule.first, n - schedule.lag)
                 version, weights = publisher.get(actor.device, wanted)
             beat("acting")
             with clock.measure(INFERENCE):

@@ -24,7 +24,7 @@ class Learner:
     """Consumes unrolls in the order of the threads, whatever the order they come in.
 
     Attributes:
-      version: updates published so far.
+      version: updates done by now, whose weights are published.
     """
 
     def __init__(
@@ -35,11 +35,12 @@ class Learner:
         publisher: Publisher,
         channels: Sequence[Channel],
         sizes: Sizes,
+        version: int,
     ):
         self._update, self._mesh, self._sizes = update, mesh, sizes
         self._actor_devices, self._publisher, self._channels = actor_devices, publisher, channels
         self._clock, self._seconds = Clock(), dict[str, float]()
-        self.version = 0
+        self.version = version
 
     def publish(self, weights: Weights) -> None:
         """Gives weights to all actor devices, once they are there."""

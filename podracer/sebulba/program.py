@@ -66,7 +66,8 @@ class Step(NamedTuple):
     update: Any
 
 
-def _copy(weights: Weights) -> Weights:
+def copy(weights: Weights) -> Weights:
+    """Weights of their own."""
     return jax.tree.map(jnp.copy, weights)
 
 
@@ -75,14 +76,14 @@ def make_step(parts: Parts, mesh: jax.sharding.Mesh, num_threads: int) -> Step:
 
     def init(key: Array) -> tuple[State, Weights]:
         train = parts_lib.init_train_state(parts, key)
-        return State(train, key), _copy(train.weights)
+        return State(train, key), copy(train.weights)
 
     def update(
         state: State, trajectories: tuple[Trajectory, ...]
     ) -> tuple[State, Weights, Metrics]:
         _, update_key = parts_lib.update_keys(state.key, state.train.step)
         train, metrics = parts.update(state.train, interleave(trajectories), update_key)
-        return state.replace(train=train), _copy(train.weights), metrics
+        return state.replace(train=train), copy(train.weights), metrics
 
     replicated = mesh_lib.REPLICATED
     return Step(

@@ -1,15 +1,15 @@
 """Trains by Sebulba: wires actors, learner and loop together."""
 
-import os
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from etils import epath
 
 from podracer import config as config_lib
-from podracer import envs, loop, metrics, prng
+from podracer import envs, loop, metrics, prng, trackers
 from podracer import mesh as mesh_lib
 from podracer import parts as parts_lib
 from podracer.config import Config, Sizes
@@ -23,6 +23,7 @@ from podracer.sebulba.actor import Actor, Schedule
 from podracer.sebulba.learner import Learner
 from podracer.sebulba.pipeline import Channel, Publisher, Supervisor
 from podracer.sebulba.program import ActorShapes, Step
+from podracer.session import Options, Session
 from podracer.types import Device, HostEnvironment, Pool, Weights
 
 
@@ -75,6 +76,7 @@ def prepare(config: Config, env: HostEnvironment | None = None) -> Run:
       ConfigError: an impossible setting.
     """
     options = config.sebulba
+    trackers.check(config.logging)
     if jax.process_count() > 1:
         raise ConfigError(
             f"Sebulba runs on one process so far, got {jax.process_count()}; Anakin runs on more"
@@ -130,8 +132,8 @@ def make_run(
     return run
 
 
-def make_actors(run: Run) -> list[Actor]:
-    """The actor threads of this host.
+def make_actors(run: Run, update: int = 0) -> list[Actor]:
+    """The actor threads of this host, for a run that goes on at this update.
 
     Thread k of K steps this host's environments k, k + K, k + 2K, ... (see ``program.interleave``).
     """
@@ -143,7 +145,7 @@ def make_actors(run: Run) -> list[Actor]:
         env_ids = np.arange(k, run.sizes.num_envs, count, dtype=np.int32)
 
         def make_pool(restarts: int, env_ids: np.ndarray = env_ids) -> Pool:
-            seeds = pool_seeds(run.config, env_ids, restarts)
+            seeds = pool_seeds(run.config, env_ids, restarts, update)
             return run.env.make(seeds, pool_threads)
 
         actors.append(
@@ -158,19 +160,21 @@ def make_actors(run: Run) -> list[Actor]:
     return actors
 
 
-def pool_seeds(config: Config, env_ids: np.ndarray, generation: int) -> list[int]:
+def pool_seeds(config: Config, env_ids: np.ndarray, generation: int, update: int = 0) -> list[int]:
     """Seeds of environments on the host: no two of a run are the same.
 
-    A run's seeds are consecutive numbers from a place that is drawn by its own seed, so that runs
-    with neighbouring seeds share none either (but by a chance of the number of seeds in 2^31).
+    A run's seeds are consecutive numbers from a place that is drawn by its own seed and where it
+    goes on, so that runs with neighbouring seeds share none either, and none comes again after a
+    restart (but by a chance of the number of seeds in 2^31).
 
     Args:
       config: of the run.
       env_ids: global numbers; evaluation's come after those of training.
       generation: how often the pool was rebuilt.
+      update: where this start of the run begins.
     """
     total = config.num_envs + config.evaluation.episodes
-    start = int(np.random.SeedSequence(config.seed).generate_state(1, np.uint64)[0])
+    start = int(np.random.SeedSequence([config.seed, update]).generate_state(1, np.uint64)[0])
     return [(start + generation * total + int(i)) % 2**31 for i in env_ids]
 
 
@@ -198,15 +202,13 @@ def make_evaluate(run: Run, supervisor: Supervisor) -> tuple[HostEvaluation, Any
     return evaluation, evaluate
 
 
-def train(
-    config: Any, workdir: str | os.PathLike[str] | None = None, *, quiet: bool = False
-) -> loop.Result:
+def train(config: Any, workdir: epath.PathLike | None = None, **options: Any) -> loop.Result:
     """Trains an agent on environments of the host.
 
     Args:
       config: a ``ConfigDict`` as ``podracer.config.default_config`` gives it, or a ``Config``.
-      workdir: folder for config.json, metrics.jsonl and summary.json; None writes nothing.
-      quiet: print nothing.
+      workdir: folder of the run; a run that is there is continued. None writes nothing.
+      **options: see ``session.Options``.
 
     Returns:
       The trained weights, all rows of metrics, and the summary.
@@ -215,14 +217,16 @@ def train(
       ConfigError: an impossible setting, before anything compiles.
       DivergedError: a loss or gradient became NaN or infinite.
       ActorError: a thread failed or hangs.
+      PreemptedError: the run was asked to end by SIGTERM, and has been saved.
+      SaveError: the run could not be saved or read back.
     """
     clock = metrics.Clock()
     with clock.measure("setup"):
         run = prepare(config_lib.parse(config))
-    # Only now: a run that can't start must not move an earlier one aside.
-    writer = metrics.Writer(workdir, quiet=quiet)
-    writer.begin(run.config, run.sizes, sum(run.split, ()), layout(run))
-    return start(run, writer, clock)
+        session = Session("sebulba", run.config, run.sizes, Options(workdir, **options))
+    with session:
+        session.begin(sum(run.split, ()), layout(run))
+        return start(run, session, clock)
 
 
 class Compiled(NamedTuple):
@@ -252,42 +256,57 @@ def compile_run(run: Run) -> Compiled:
     return Compiled(jax.block_until_ready(state), weights, update, unroll)
 
 
-def launch(run: Run, compiled: Compiled, supervisor: Supervisor) -> Learner:
-    """Starts all actor threads, and gives the learner that they work for."""
+def launch(run: Run, compiled: Compiled, supervisor: Supervisor, update: int = 0) -> Learner:
+    """Starts all actor threads, and gives the learner that they work for.
+
+    Args:
+      run: what it is made of.
+      compiled: its functions.
+      supervisor: of the threads.
+      update: which is the first.
+    """
     options = run.config.sebulba
     schedule = Schedule(
-        run.sizes.num_updates,
+        update,
+        run.sizes.last(update),
         run.sizes.unroll_length,
         None if options.free_running else options.lag,
         options.max_restarts,
     )
     publisher = Publisher(supervisor, keep=1 + options.lag)
     channels = []
-    for actor in make_actors(run):
+    for actor in make_actors(run, update):
         channel = Channel(supervisor)
         channels.append(channel)
         functions = compiled.unroll[actor.device]
         arguments = (actor, run.env, functions, schedule, publisher, channel, supervisor)
         supervisor.start(actor.name, partial(actor_lib.run, *arguments))
-    learner = Learner(compiled.update, run.mesh, run.split.actors, publisher, channels, run.sizes)
+    learner = Learner(
+        compiled.update, run.mesh, run.split.actors, publisher, channels, run.sizes, update
+    )
     learner.publish(compiled.weights)
     return learner
 
 
-def start(run: Run, writer: metrics.Writer, clock: metrics.Clock) -> loop.Result:
+def start(run: Run, session: Session, clock: metrics.Clock) -> loop.Result:
     """Compiles, starts the actors and trains."""
     with clock.measure("compile"):
         compiled = compile_run(run)
+    state, progress = session.restore(compiled.state, clock)
+    compiled = compiled._replace(state=state, weights=program.copy(state.train.weights))
+    if progress.update:
+        session.say("environments begin anew, as pools on the host can't be saved")
     with Supervisor(run.config.sebulba.timeout_s) as supervisor:
-        learner = launch(run, compiled, supervisor)
+        learner = launch(run, compiled, supervisor, progress.update)
         evaluation, evaluate = make_evaluate(run, supervisor)
         result = loop.run(
-            compiled.state,
+            state,
+            progress,
             step=learner.step,
             evaluate=evaluate,
             config=run.config,
             sizes=run.sizes,
-            writer=writer,
+            session=session,
             clock=clock,
             report=learner.report,
         )

@@ -1,0 +1,243 @@
+"""One start of a run: what it continues, what it shows and leaves, and how it is asked to end."""
+
+import dataclasses
+import pathlib
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import jax
+from etils import epath
+
+from podracer import trackers
+from podracer import view as view_lib
+from podracer import workdir as workdir_lib
+from podracer.checkpoint import Checkpoints, Progress, load_weights
+from podracer.config import Config, Sizes
+from podracer.metrics import Clock, Row
+from podracer.plot import draw_run
+from podracer.screen import Screen
+from podracer.signals import StopSignals
+from podracer.types import Device
+from podracer.workdir import Workdir, check_same_run
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a run is given beside its config.
+
+    Attributes:
+      workdir: folder for checkpoints, config.json, metrics.jsonl and summary.json; a run that is
+        there is continued. None writes nothing.
+      restart: begin anew; a run that is in the workdir moves aside.
+      init_from: workdir of another run, whose last weights this one begins with.
+      quiet: print nothing.
+      verbose: show all values of each row of metrics.
+    """
+
+    workdir: epath.PathLike | None = None
+    restart: bool = False
+    init_from: epath.PathLike | None = None
+    quiet: bool = False
+    verbose: bool = False
+
+
+class Session:
+    """What a run keeps and shows; a context manager, so that all is let go of however it ends.
+
+    Attributes:
+      stop: whether the run has been asked to end.
+    """
+
+    def __init__(self, architecture: str, config: Config, sizes: Sizes, options: Options):
+        """Claims the workdir.
+
+        Args:
+          architecture: "anakin" or "sebulba".
+          config: of the run.
+          sizes: of the run.
+          options: what else it is given.
+
+        Raises:
+          ConfigError: the workdir can't be written to, is in use, or holds another run.
+        """
+        self._config, self._sizes, self._options = config, sizes, options
+        self._architecture = architecture
+        level = "quiet" if options.quiet else "verbose" if options.verbose else "normal"
+        self._screen = Screen(level=level)
+        self._tracker: trackers.Tracker | None = None
+        self._files: Workdir | None = None
+        self._checkpoints: Checkpoints | None = None
+        self._rows: list[Row] = []
+        self._saved_at = time.monotonic()
+        self.stop = StopSignals()
+        if options.workdir is None:
+            return
+        say = self._screen.say
+        self._files = Workdir(options.workdir, restart=options.restart, say=say)
+        with ExitStack() as on_error:
+            on_error.callback(self._files.close)
+            if self._files.config is not None:
+                now = {"architecture": architecture, **dataclasses.asdict(config)}
+                for line in check_same_run(self._files.config, now):
+                    say(line)
+            self._checkpoints = Checkpoints(self._files.path, config.checkpoint.keep, say)
+            on_error.pop_all()
+
+    @property
+    def rows(self) -> list[Row]:
+        """Of metrics, those of earlier starts among them."""
+        return self._rows if self._files is None else self._files.rows
+
+    def begin(self, devices: Sequence[Device], layout: Mapping[str, str]) -> None:
+        """Says and writes down what was resolved.
+
+        Args:
+          devices: that the run uses.
+          layout: what runs where, by architecture.
+        """
+        config, sizes = self._config, self._sizes
+        lines = {
+            **layout,
+            "batch": f"{sizes.num_envs:,} x {sizes.unroll_length} = "
+            f"{sizes.steps_per_update:,} steps, {config.num_epochs} epochs of "
+            f"{config.num_minibatches} minibatches",
+            "updates": f"{sizes.num_updates:,} = {sizes.num_calls:,} calls of "
+            f"{sizes.updates_per_call:,}; {sizes.total_steps:,} steps",
+            "workdir": str(self._options.workdir),
+        }
+        title = view_lib.title(dataclasses.asdict(config))
+        text = "\n".join([title, *(f"  {name:<14} {line}" for name, line in lines.items())])
+        self._screen.say(text)
+        if self._files is not None:
+            content = {
+                "architecture": self._architecture,
+                "config": dataclasses.asdict(config),
+                "sizes": dataclasses.asdict(sizes),
+                "layout": dict(layout),
+                "devices": [str(device) for device in devices],
+                "device_kind": devices[0].device_kind,
+                "processes": jax.process_count(),
+                "versions": workdir_lib.versions(),
+            }
+            self._files.dump(workdir_lib.CONFIG, content)
+
+    def say(self, text: str) -> None:
+        """Shows a line of text."""
+        self._screen.say(text)
+
+    def restore(self, state: Any, clock: Clock) -> tuple[Any, Progress]:
+        """Where the run goes on: at its newest checkpoint, else at its beginning.
+
+        Args:
+          state: the first one, with ``state.train`` a ``TrainState``. It is freed if the run has
+            come further.
+          clock: goes on from the run's earlier starts.
+
+        Raises:
+          ConfigError: the weights to begin with are of another network.
+          SaveError: there are checkpoints, but none that can be used.
+        """
+        progress = Progress()
+        if self._checkpoints is not None:
+            state, progress = self._checkpoints.restore(state)
+        clock.resume(progress.wall_time, progress.seconds)
+        step = progress.update * self._sizes.steps_per_update
+        progress = self._rewind(progress, step)
+        if progress.update:
+            self._screen.say(f"goes on from update {progress.update:,}, step {step:,}")
+        elif self._options.init_from is not None:
+            weights, update = load_weights(self._options.init_from, "last", state.train.weights)
+            state = state.replace(train=state.train.replace(weights=weights))
+            self._screen.say(
+                f"begins with the weights of {self._options.init_from} after {update:,} updates"
+            )
+        settings = dataclasses.asdict(self._config)
+        if self._files is not None:
+            folder, last = pathlib.Path(self._files.path), self.rows[-1]["step"] if self.rows else 0
+            say = self._screen.say
+            self._tracker = trackers.make(self._config.logging, folder, settings, int(last), say)
+        title = view_lib.title(settings)
+        self._screen.begin(self._sizes.total_steps, step, title=title, earlier=self.rows)
+        self._saved_at = time.monotonic()
+        return state, progress
+
+    def _rewind(self, progress: Progress, step: int) -> Progress:
+        """Drops the rows after this step, and the last one if it waits for its evaluation: it will
+        be written again."""
+        if self._files is None:
+            return progress
+        self._files.keep(step)
+        over = progress.update >= self._sizes.num_updates
+        if over and progress.pending is None and "eval/episode_return" not in self.rows[-1]:
+            # By the config it was run with, it was not over.
+            progress = progress._replace(pending=self.rows[-1])
+        if progress.pending is not None:
+            self._files.keep(step - 1)
+        return progress
+
+    def write(self, row: Row, clock: Clock) -> None:
+        """Adds a row of metrics and shows it."""
+        if self._files is None:
+            self._rows.append(row)
+        else:
+            self._files.append(row)
+        if self._tracker is not None:
+            self._tracker.write(row)
+        self._screen.show(row, {**clock.seconds, "training": clock.training()})
+
+    def save_due(self, before: int, after: int) -> bool:
+        """Whether a checkpoint is due when a run has come from update ``before`` to ``after``."""
+        config = self._config.checkpoint
+        minutes = (time.monotonic() - self._saved_at) / 60
+        by_updates = config.every > 0 and after // config.every > before // config.every
+        return by_updates or (config.minutes > 0 and minutes >= config.minutes)
+
+    def save(self, state: Any, progress: Progress, score: float | None) -> None:
+        """Saves the run while it goes on; all rows up to there have been written.
+
+        Args:
+          state: may be donated as soon as this returns.
+          progress: of the run.
+          score: mean return of this very state's evaluation, if there was one.
+        """
+        self._saved_at = time.monotonic()
+        if self._files is None or self._checkpoints is None:
+            return
+        if self._files.sync():
+            self._screen.say(f"{self._files.path} had been deleted, and is written anew")
+        self._checkpoints.save(state, progress, score)
+
+    def finish_saving(self) -> None:
+        """Waits for the last checkpoint. Raises ``SaveError`` if it could not be written."""
+        if self._checkpoints is not None:
+            self._checkpoints.finish()
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Writes summary.json and says how it went."""
+        if self._files is not None:
+            self._files.dump(workdir_lib.SUMMARY, summary)
+            try:
+                draw_run(self._files.path)
+            except OSError as error:
+                self.say(f"{workdir_lib.LEARNING_CURVE} could not be written: {error.strerror}")
+        text = (
+            f"evaluation {summary['eval_return_mean']:,.2f} +- {summary['eval_return_std']:,.2f} "
+            f"over {summary['eval_episodes']} episodes\n"
+            f"{summary['env_steps']:,} steps in {summary['wall_seconds']:.1f} s, of which "
+            f"{summary['compile_seconds']:.1f} s to compile; then "
+            f"{summary['steps_per_second']:,.0f} steps a second"
+        )
+        self._screen.finish("\n".join([text, *filter(None, [summary.get("report")])]))
+
+    def __enter__(self) -> "Session":
+        self._screen.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._screen.__exit__(*error)
+        if self._tracker is not None:
+            self._tracker.close()
+        if self._files is not None:
+            self._files.close()

@@ -223,7 +223,8 @@ def test_cartpole_scales_to_a_full_pod(libtpu, capsys):
     made = []
     for name in SLICES:
         where = chips.get_slice(name)
-        config = config_of("cartpole.py", num_envs=16 * len(where.devices), updates_per_call=2)
+        sizes = {"num_envs": 16 * len(where.devices), "total_steps": 10**9, "updates_per_call": 2}
+        config = config_of("cartpole.py", **sizes)
         env = programs.make_env(config, "anakin")
         made.append(estimate.make(config, "anakin", env, where))
     hold([plan.programs[0] for plan in made])
@@ -257,6 +258,7 @@ def test_the_atari_learner_scales_to_a_full_pod(libtpu):
 
 @needs_libtpu
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_what_is_too_large_is_told_what_would_fit(libtpu, capsys):
     where = chips.get_slice("v5e:2x2")
     config = config_of("cartpole.py", num_envs=2**22, num_epochs=1)

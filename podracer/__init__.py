@@ -1,7 +1,8 @@
 """podracer: reinforcement learning on TPU pods, GPUs and laptops.
 
 ``podracer.anakin.train(config, workdir)`` and ``podracer.sebulba.train(config, workdir)`` train
-from Python; ``podracer.config.default_config()`` gives a configuration to start from.
+from Python; ``podracer.config.default_config()`` gives a configuration to start from, and
+``podracer.evaluate.evaluate(workdir)`` judges what was learned.
 """
 
 import importlib
@@ -9,9 +10,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from podracer import anakin, config, sebulba
+    from podracer import anakin, config, evaluate, sebulba
 
-__all__ = ["anakin", "config", "sebulba"]
+__all__ = ["anakin", "config", "evaluate", "sebulba"]
 
 
 def __getattr__(name: str) -> ModuleType:

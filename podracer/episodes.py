@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from podracer import mesh as mesh_lib
 from podracer import returns, rollout
 from podracer.config import EvaluationConfig
 from podracer.envs import spaces
-from podracer.rollout import HostState
+from podracer.rollout import HostState, RolloutState
 from podracer.types import Agent, Array, Environment, HostEnvironment, Pool, Weights
 
 
@@ -30,6 +31,61 @@ class Episodes(NamedTuple):
     complete: Any
 
 
+class Playing(struct.PyTreeNode):
+    """One episode of each of B environments, under way.
+
+    Attributes:
+      count: ``[]`` int32, steps taken.
+      now: where environments and agent are.
+      done: what became of the episodes so far.
+    """
+
+    count: Array
+    now: RolloutState
+    done: Episodes
+
+
+def begin(env: Environment, agent: Agent, key: Array, ids: Array) -> Playing:
+    """The first observations of environments ``ids [B]``."""
+    zeros = jnp.zeros(ids.shape)
+    nothing = Episodes(zeros, zeros, jnp.zeros(ids.shape, bool))
+    now = rollout.init(env, agent, jax.random.fold_in(key, 0), ids)
+    return Playing(jnp.int32(0), now, nothing)
+
+
+def running(config: EvaluationConfig, playing: Playing) -> Array:
+    """Whether there is more to play.
+
+    One step more than the cap is taken: that an episode was truncated shows one step later, where
+    the next one begins. Nothing else of that step counts.
+    """
+    return (playing.count <= config.max_steps) & ~playing.done.complete.all()
+
+
+def advance(
+    env: Environment,
+    agent: Agent,
+    config: EvaluationConfig,
+    weights: Weights,
+    key: Array,
+    playing: Playing,
+) -> Playing:
+    """Takes one step in every environment."""
+    count, now, done = playing.count, playing.now, playing.done
+    act_key, env_key = rollout.env_keys(jax.random.fold_in(key, count + 1), now.env_id, 2)
+    carry, action, _ = agent.act(weights, now.carry, now.timestep, act_key, greedy=config.greedy)
+    env_state, timestep = jax.vmap(env.step)(env_key, now.env_state, action)
+    episode, total, ended = returns.track(now.episode, timestep)
+    now = RolloutState(now.env_id, env_state, timestep, carry, episode)
+    late = count == config.max_steps
+    done = Episodes(
+        jnp.where(done.complete | late, done.ret, total.ret),
+        jnp.where(done.complete | late, done.length, total.length),
+        done.complete | (ended & (~late | (timestep.discount == 1))),
+    )
+    return Playing(count + 1, now, done)
+
+
 def play(
     env: Environment,
     agent: Agent,
@@ -38,37 +94,9 @@ def play(
     ids: Array,
     config: EvaluationConfig,
 ) -> Episodes:
-    """One episode of each environment ``ids [B]``, all at once, until the last one is over.
-
-    One step more than the cap is taken: that an episode was truncated shows one step later, where
-    the next one begins. Nothing else of that step counts.
-    """
-
-    def running(state: tuple) -> Array:
-        step, _, episodes = state
-        return (step <= config.max_steps) & ~episodes.complete.all()
-
-    def step(state: tuple) -> tuple:
-        count, now, done = state
-        act_key, env_key = rollout.env_keys(jax.random.fold_in(key, count + 1), ids, 2)
-        carry, action, _ = agent.act(
-            weights, now.carry, now.timestep, act_key, greedy=config.greedy
-        )
-        env_state, timestep = jax.vmap(env.step)(env_key, now.env_state, action)
-        episode, total, ended = returns.track(now.episode, timestep)
-        now = rollout.RolloutState(ids, env_state, timestep, carry, episode)
-        late = count == config.max_steps
-        done = Episodes(
-            jnp.where(done.complete | late, done.ret, total.ret),
-            jnp.where(done.complete | late, done.length, total.length),
-            done.complete | (ended & (~late | (timestep.discount == 1))),
-        )
-        return count + 1, now, done
-
-    start = rollout.init(env, agent, jax.random.fold_in(key, 0), ids)
-    zeros = jnp.zeros(ids.shape)
-    nothing = Episodes(zeros, zeros, jnp.zeros(ids.shape, bool))
-    return jax.lax.while_loop(running, step, (jnp.int32(0), start, nothing))[2]
+    """One episode of each environment ``ids [B]``, all at once, until the last one is over."""
+    step = partial(advance, env, agent, config, weights, key)
+    return jax.lax.while_loop(partial(running, config), step, begin(env, agent, key, ids)).done
 
 
 def make_evaluate(

@@ -36,16 +36,25 @@ class Parts(NamedTuple):
     update: Update
 
 
-def make(config: Config, spec: Spec, sizes: Sizes) -> Parts:
-    """Puts network, agent, optimizer and learner together.
+def make_agent(config: Config, spec: Spec) -> Agent:
+    """Puts network and agent together.
 
     Raises:
       ConfigError: the network can't take the observations.
     """
     network = actor_critic.make(spec, config.network)
-    agent = AGENTS[config.agent](
+    return AGENTS[config.agent](
         spec, network, config.actor_critic, getattr(config, config.agent), mesh_lib.all_mean
     )
+
+
+def make(config: Config, spec: Spec, sizes: Sizes) -> Parts:
+    """Puts agent, optimizer and learner together.
+
+    Raises:
+      ConfigError: the network can't take the observations.
+    """
+    agent = make_agent(config, spec)
     optimizer = make_optimizer(config.learner)
     update = make_update(
         agent,

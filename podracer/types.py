@@ -121,11 +121,13 @@ class Environment(NamedTuple):
       reset: ``(key) -> (state, timestep)``.
       step: ``(key, state, action) -> (state, timestep)``; begins a new episode by itself. How it
         does so (in the same step or in the next) is its own affair: see ``returns.py``.
+      render: ``(state) -> [H, W, 3]`` uint8, a picture drawn on the host; None where there is none.
     """
 
     spec: Spec
     reset: Callable[[Array], tuple[ArrayTree, TimeStep]]
     step: Callable[[Array, ArrayTree, Array], tuple[ArrayTree, TimeStep]]
+    render: Callable[[ArrayTree], np.ndarray] | None = None
 
 
 class HostStep(NamedTuple):
@@ -161,6 +163,14 @@ class Pool(Protocol):
         ...
 
 
+class DrawnPool(Pool, Protocol):
+    """A pool that can be looked at."""
+
+    def render(self) -> np.ndarray:
+        """A picture ``[H, W, 3]`` uint8 of its first environment."""
+        ...
+
+
 class HostEnvironment(NamedTuple):
     """Environments on the host, in pools of any number.
 
@@ -171,12 +181,14 @@ class HostEnvironment(NamedTuple):
       sent: shape and dtype of one observation as it travels from host to device.
       receive: ``(sent [B, ...], previous observation [B, ...]) -> observation [B, ...]``, on the
         device.
+      make_drawn: ``(seed) -> DrawnPool`` of one environment; None where there is nothing to see.
     """
 
     spec: Spec
     make: Callable[[Sequence[int], int], Pool]
     sent: ArrayTree
     receive: Callable[[ArrayTree, Array], Array]
+    make_drawn: Callable[[int], DrawnPool] | None = None
 
 
 class LossAux(NamedTuple):

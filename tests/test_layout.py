@@ -18,13 +18,13 @@ FLOORS = [
     ["rollout"],
     ["config"],
     ["episodes", "parts"],
-    ["view"],
+    ["render", "view"],
     ["checkpoint", "curves", "screen", "trackers"],
     ["plot"],
     ["session"],
     ["loop"],
     ["cli", "look", "anakin", "sebulba"],
-    ["plan"],
+    ["evaluate", "plan"],
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(ROOT.rglob("*.py"))

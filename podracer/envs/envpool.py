@@ -57,6 +57,7 @@ class EnvPool:
         newest: bool,
     ):
         self.newest = newest
+        self._name = name
         self._pool = _import().make(
             name,
             env_type="gymnasium",
@@ -96,6 +97,13 @@ class EnvPool:
         reward = reward.astype(np.float32, copy=False)
         score = np.asarray(info.get("reward", reward), np.float32)
         return HostStep(TimeStep(sent, reward, discount, first), score, over | truncated)
+
+    def render(self) -> np.ndarray:
+        """See ``types.DrawnPool``; the options have to say ``render_mode="rgb_array"``."""
+        try:
+            return self._pool.render()[0]
+        except RuntimeError as error:
+            raise ConfigError(f"envpool:{self._name} can't be drawn: {error}") from error
 
     def close(self) -> None:
         self._pool.close()
@@ -158,6 +166,9 @@ def make(
     def pool(seeds: Sequence[int], threads: int) -> EnvPool:
         return EnvPool(name, kwargs, seeds, threads, newest=newest_frame)
 
+    def drawn(seed: int) -> EnvPool:
+        return EnvPool(name, {**kwargs, "render_mode": "rgb_array"}, [seed], 1, newest=newest_frame)
+
     try:
         options = set(envpool.make_spec(name).config._fields) - set(OURS)
         _check_options(name, kwargs, options, newest_frame)
@@ -174,4 +185,5 @@ def make(
     env = spaces.host_environment(
         f"envpool:{name}", spec.gymnasium_observation_space, spec.gymnasium_action_space, pool
     )
+    env = env._replace(make_drawn=drawn)
     return _newest(env, f"envpool:{name}", kwargs) if newest_frame else env

@@ -22,19 +22,33 @@ def _import() -> ModuleType:
     return importlib.import_module("gymnasium")
 
 
-class Processes:
-    """A process an environment, see ``types.Pool``."""
+def _in_processes(name: str, options: Mapping[str, Any], count: int) -> Any:
+    """``count`` environments, a process each."""
+    gymnasium = _import()
+    # A fork of a process that runs JAX's threads can hang, so processes are forks of a server
+    # that has imported what they need.
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["gymnasium"])
+    return gymnasium.vector.AsyncVectorEnv(
+        [partial(gymnasium.make, name, **options)] * count,
+        context="forkserver",
+        autoreset_mode=gymnasium.vector.AutoresetMode.NEXT_STEP,
+    )
 
-    def __init__(self, name: str, options: Mapping[str, Any], seeds: Sequence[int]):
-        gymnasium = _import()
-        # A fork of a process that runs JAX's threads can hang, so processes are forks of a server
-        # that has imported what they need.
-        multiprocessing.get_context("forkserver").set_forkserver_preload(["gymnasium"])
-        self._envs = gymnasium.vector.AsyncVectorEnv(
-            [partial(gymnasium.make, name, **options)] * len(seeds),
-            context="forkserver",
-            autoreset_mode=gymnasium.vector.AutoresetMode.NEXT_STEP,
-        )
+
+def _in_this_process(name: str, options: Mapping[str, Any]) -> Any:
+    """One environment, where its pictures and errors need not travel."""
+    gymnasium = _import()
+    return gymnasium.vector.SyncVectorEnv(
+        [partial(gymnasium.make, name, **options)],
+        autoreset_mode=gymnasium.vector.AutoresetMode.NEXT_STEP,
+    )
+
+
+class VectorPool:
+    """A vector of Gymnasium's environments, see ``types.Pool``."""
+
+    def __init__(self, name: str, envs: Any, seeds: Sequence[int]):
+        self._name, self._envs = name, envs
         self._seeds = [int(seed) for seed in seeds]
         self._ended = np.zeros(len(seeds), bool)
 
@@ -59,6 +73,13 @@ class Processes:
         discount = (~terminated).astype(np.float32)
         timestep = TimeStep(spaces.as_sent(observation), reward, discount, first)
         return HostStep(timestep, reward, self._ended)
+
+    def render(self) -> np.ndarray:
+        """See ``types.DrawnPool``; it has to be made with ``render_mode="rgb_array"``."""
+        try:
+            return np.asarray(self._envs.render()[0])
+        except _import().error.Error as error:
+            raise ConfigError(f"gymnasium:{self._name} can't be drawn: {error}") from error
 
     def close(self) -> None:
         # By force: a process that hangs or has died must not keep the others.
@@ -95,10 +116,16 @@ def make(
             f"gymnasium:{name} can't be made with env_kwargs={dict(kwargs)}: {error}"
         ) from error
     observation, action = one.observation_space, one.action_space
+    modes = one.metadata.get("render_modes", ())
     one.close()
 
-    def pool(seeds: Sequence[int], threads: int) -> Processes:
+    def pool(seeds: Sequence[int], threads: int) -> VectorPool:
         del threads
-        return Processes(name, kwargs, seeds)
+        return VectorPool(name, _in_processes(name, kwargs, len(seeds)), seeds)
 
-    return spaces.host_environment(f"gymnasium:{name}", observation, action, pool)
+    def drawn(seed: int) -> VectorPool:
+        options = {**kwargs, "render_mode": "rgb_array"}
+        return VectorPool(name, _in_this_process(name, options), [seed])
+
+    env = spaces.host_environment(f"gymnasium:{name}", observation, action, pool)
+    return env._replace(make_drawn=drawn) if "rgb_array" in modes else env

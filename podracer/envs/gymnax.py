@@ -10,8 +10,9 @@ next step, which ignores the action. See ``returns.py`` for the rule that reads 
 import dataclasses
 import importlib
 import importlib.util
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 from urllib.error import URLError
@@ -117,6 +118,46 @@ def load(path: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Env
     return adapt(env, path, params)
 
 
+def _make_render(env: Any, name: str, params: Any) -> Callable[[GymnaxState], np.ndarray]:
+    """``(state) -> picture`` by gymnax's own drawing, which is imported when it is first used.
+
+    Raises:
+      ConfigError: when called, if gymnax can't draw the environment or lacks a package for it.
+    """
+
+    def render(state: GymnaxState) -> np.ndarray:
+        # Classic control is drawn by pygame, which else looks for a screen and a sound card.
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+        os.environ.setdefault("SDL_AUDIODRIVER", "dummy")
+        vis_gym = importlib.import_module("gymnax.visualize.vis_gym")
+        if env.name not in vis_gym.SUPPORTED_GYM_ENVS:
+            return _plot(env, name, params, state.env)
+        try:
+            return vis_gym.render_gym_frame(env.name, state.env, params)
+        except importlib.import_module("gymnasium").error.DependencyNotInstalled as error:
+            raise ConfigError(
+                f"drawing {name} needs the package pygame-ce; pip install -e '.[render]'"
+            ) from error
+
+    return render
+
+
+def _plot(env: Any, name: str, params: Any, state: ArrayTree) -> np.ndarray:
+    """A state as gymnax plots it, without title and margins."""
+    visualizer = importlib.import_module("gymnax.visualize").Visualizer(env, params, [state])
+    importlib.import_module("matplotlib.pyplot").close(visualizer.fig)
+    visualizer.init()
+    # gymnax plots nothing where it does not know the environment, and says nothing either.
+    if not hasattr(visualizer, "im"):
+        raise ConfigError(f"{name} can't be drawn: gymnax has no drawing of it")
+    visualizer.fig.set_size_inches(4, 4)
+    visualizer.ax.set_position((0, 0, 1, 1))
+    agg = importlib.import_module("matplotlib.backends.backend_agg")
+    canvas = agg.FigureCanvasAgg(visualizer.fig)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3]
+
+
 def adapt(env: Any, name: str, changes: Mapping[str, Any]) -> Environment:
     """A gymnax environment as ours.
 
@@ -172,4 +213,5 @@ def adapt(env: Any, name: str, changes: Mapping[str, Any]) -> Environment:
             f"{name} observes {type(example.observation).__name__}, a structure of arrays; "
             "networks take a single array"
         )
-    return Environment(Spec(example.observation, action), reset, step)
+    render = _make_render(env, name, params) if hasattr(env, "name") else None
+    return Environment(Spec(example.observation, action), reset, step, render)

@@ -164,19 +164,6 @@ def exit_code(command: Callable[[], Any]) -> int:
     return OK
 
 
-def exit_code(command: Callable[[], Any]) -> int:
-    """Runs a command and says in one line what went wrong; returns the exit code."""
-    try:
-        command()
-    except tuple(CODES) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return CODES[type(error)]
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
-        return INTERRUPTED
-    return OK
-
-
 def main(train: Callable[..., Any], argv: Sequence[str] | None = None) -> int:
     """Trains as a command line says.
 

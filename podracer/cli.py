@@ -24,7 +24,6 @@ from podracer.errors import (
     SaveError,
     unknown,
 )
-from podracer.session import Options
 
 # What a run is given beside its config, see ``session.Options``.
 OPTIONS: dict[str, tuple[Any, str]] = {
@@ -102,10 +101,17 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
             yield from _leaves(value, f"{prefix}{key}.")
 
 
-def _parse(argv: Sequence[str]) -> tuple[Any, dict[str, Any]]:
-    """The config of a command line, and the run's other options."""
+def parse_config(argv: Sequence[str], values: flags.FlagValues) -> tuple[Any, pathlib.Path]:
+    """The config of a command line, and the file that it is from.
+
+    Args:
+      argv: with the program's name first.
+      values: the command's own flags; they have their values afterwards.
+
+    Raises:
+      ConfigError: an unknown flag or key, or an impossible value.
+    """
     argv, settings = _take_settings(argv)
-    values = flags.FlagValues()
     config = config_flags.DEFINE_config_file(
         "config",
         help_string="The run's configuration; --config.KEY=VALUE changes a value in it.",
@@ -113,10 +119,8 @@ def _parse(argv: Sequence[str]) -> tuple[Any, dict[str, Any]]:
         flag_values=values,
         sys_argv=list(argv),
     )
-    for name, (define, text) in OPTIONS.items():
-        define(name, getattr(Options, name), text, flag_values=values)
     if any(argument in ("-h", "--help", "-help") for argument in argv):
-        print(f"usage: python -m podracer.ARCHITECTURE --config=FILE\n{values.get_help()}")
+        print(f"usage: python -m podracer.COMMAND --config=FILE\n{values.get_help()}")
         raise SystemExit(OK)
     path = _config_path(argv)
     _check_keys(argv)
@@ -133,8 +137,6 @@ def _parse(argv: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     with config.value.unlocked():
         for section, key, value in settings:
             config.value[section][key] = value
-    options = {name: values[name].value for name in OPTIONS}
-    return config.value, {**options, "workdir": options["workdir"] or f"runs/{path.stem}"}
 
 
 def exit_code(command: Callable[[], Any]) -> int:

@@ -150,6 +150,15 @@ def global_shapes(part: ArrayTree, mesh: Mesh, specs: Any) -> ArrayTree:
     return _by_spec(over_mesh, specs, part)
 
 
+def placed(tree: ArrayTree, mesh: Mesh, specs: Any) -> ArrayTree:
+    """Shapes of whole arrays together with how they lie on the mesh; ``specs`` as above."""
+    return _by_spec(
+        lambda spec, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
+        specs,
+        tree,
+    )
+
+
 def from_parts(parts: Sequence[ArrayTree], mesh: Mesh, specs: Any) -> ArrayTree:
     """Arrays over the whole mesh, of the parts that this host's devices hold; nothing moves."""
     shapes = global_shapes(parts[0], mesh, specs)

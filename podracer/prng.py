@@ -71,12 +71,18 @@ _UNROLLED = jex_random.define_prng_impl(
 )
 
 
-def key(seed: int) -> Array:
-    """A key for this seed, of the kind that is fastest on the default backend."""
-    impl = _UNROLLED if jax.default_backend() == "cpu" else "threefry2x32"
+def key(seed: int, platform: str = "") -> Array:
+    """A key for this seed, of the kind that is fastest on a platform.
+
+    Args:
+      seed: any.
+      platform: of the devices that will draw, "cpu", "gpu" or "tpu"; by default where JAX runs.
+    """
+    impl = _UNROLLED if (platform or jax.default_backend()) == "cpu" else "threefry2x32"
     return jax.random.key(seed, impl=impl)
 
 
-def keys(seeds: Sequence[int]) -> Array:
+def keys(seeds: Sequence[int], platform: str = "") -> Array:
     """A key for each of several seeds, ``[len(seeds)]``; for one alone, just that, ``[]``."""
-    return key(seeds[0]) if len(seeds) == 1 else jnp.stack([key(seed) for seed in seeds])
+    each = [key(seed, platform) for seed in seeds]
+    return jnp.stack(each) if len(each) > 1 else each[0]

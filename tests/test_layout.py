@@ -24,7 +24,7 @@ FLOORS = [
     ["session"],
     ["loop"],
     ["cli", "look", "anakin", "sebulba"],
-    ["evaluate"],
+    ["evaluate", "plan"],
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(ROOT.rglob("*.py"))

@@ -51,7 +51,7 @@ def unrolls(config, count, env=None, max_restarts=0):
     _, weights = jax.jit(run.step.init)(run.key)
     device = run.split.actors[0]
     functions = program.compile_unroll(run.unroll, run.shapes, device)
-    schedule = actor_lib.Schedule(count, run.sizes.unroll_length, None, max_restarts)
+    schedule = actor_lib.Schedule(0, count, run.sizes.unroll_length, None, max_restarts)
     with Supervisor(30.0) as supervisor:
         publisher, channel = Publisher(supervisor, keep=1), Channel(supervisor)
         publisher.publish(0, {device: jax.device_put(jax.device_get(weights), device)})

@@ -6,7 +6,7 @@ updates in one host call. Environments and weights never leave the devices.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,13 @@ class State(struct.PyTreeNode):
     train: TrainState
     rollout: rollout.RolloutState
     key: Array
+
+
+def state_specs(num_seeds: int) -> Any:
+    """How the state of so many agents lies on the mesh."""
+    environments = mesh_lib.SHARDED if num_seeds == 1 else mesh_lib.SHARDED_SECOND
+    replicated: Any = mesh_lib.REPLICATED
+    return State(train=replicated, rollout=environments, key=replicated)  # type: ignore[arg-type]
 
 
 class Program(NamedTuple):
@@ -114,13 +121,11 @@ def make_program(
         key = parts_lib.evaluation_key(state.key, state.train.step)
         return play(state.train.weights, key)
 
-    replicated, sharded = mesh_lib.REPLICATED, mesh_lib.SHARDED
+    replicated, specs = mesh_lib.REPLICATED, state_specs(config.num_seeds)
     init = make_init(env, parts, sizes, config.stagger)
     step = make_step(env, parts, sizes)
     if config.num_seeds > 1:
         init, step, evaluate = jax.vmap(init), jax.vmap(step), jax.vmap(evaluate)
-        sharded = mesh_lib.SHARDED_SECOND
-    specs = State(train=replicated, rollout=sharded, key=replicated)  # type: ignore[arg-type]
     return Program(
         init=mesh_lib.per_device(init, mesh, replicated, specs),
         step=mesh_lib.per_device(step, mesh, (specs,), (specs, replicated)),
@@ -129,3 +134,11 @@ def make_program(
         agent=parts.agent,
         mesh=mesh,
     )
+
+
+def lower_step(program: Program, state: Any) -> jax.stages.Lowered:
+    """The step, ready to compile for these states, or shapes of them.
+
+    States are donated: a step reuses the memory of the one it is given.
+    """
+    return jax.jit(program.step, donate_argnums=0).lower(state)

@@ -9,7 +9,7 @@ from etils import epath
 from podracer import config as config_lib
 from podracer import envs, loop, metrics, prng, trackers
 from podracer import mesh as mesh_lib
-from podracer.anakin.program import Program, State, make_program
+from podracer.anakin.program import Program, State, lower_step, make_program
 from podracer.config import Config, Sizes
 from podracer.session import Options, Session
 
@@ -24,12 +24,9 @@ class Compiled:
 
 
 def compile_program(program: Program, config: Config) -> Compiled:
-    """Makes the first state on the devices and compiles what is called on it.
-
-    States are donated: a step reuses the memory of the one it is given.
-    """
+    """Makes the first state on the devices and compiles what is called on it."""
     state = jax.jit(program.init)(prng.keys(config.seeds))
-    step = jax.jit(program.step, donate_argnums=0).lower(state).compile()
+    step = lower_step(program, state).compile()
     evaluate = jax.jit(program.evaluate).lower(state).compile()
     return Compiled(state, step, evaluate)
 

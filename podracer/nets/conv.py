@@ -36,6 +36,7 @@ def conv(
     stride: int = 1,
     padding: str = "VALID",
     *,
+    use_bias: bool = True,
     dtype: jnp.dtype,
     rngs: nnx.Rngs,
 ) -> nnx.Conv:
@@ -46,6 +47,7 @@ def conv(
         (kernel, kernel),
         strides=stride,
         padding=padding,
+        use_bias=use_bias,
         kernel_init=nnx.initializers.orthogonal(2**0.5),
         conv_general_dilated=convolve,
         dtype=dtype,

@@ -97,6 +97,11 @@ def make_step(parts: Parts, mesh: jax.sharding.Mesh, num_threads: int) -> Step:
     )
 
 
+def lower_update(step: Step, state: Any, trajectories: Any) -> jax.stages.Lowered:
+    """The update, ready to compile for these arguments, or shapes of them; states are donated."""
+    return jax.jit(step.update, donate_argnums=0).lower(state, trajectories)
+
+
 def make_unroll(
     config: Config, env: HostEnvironment, parts: Parts, key: Array, learners: int
 ) -> HostUnroll:
@@ -135,8 +140,8 @@ def actor_shapes(
     return ActorShapes(env_ids, sent, weights, state, number, recording, parts)
 
 
-def compile_unroll(functions: HostUnroll, shapes: ActorShapes, device: Device) -> HostUnroll:
-    """Compiles an actor's functions for its device; states and recordings are donated."""
+def lower_unroll(functions: HostUnroll, shapes: ActorShapes, device: Device) -> HostUnroll:
+    """An actor's functions, ready to compile for its device; states and recordings are donated."""
     on = jax.sharding.SingleDeviceSharding(device)
     placed: ActorShapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), shapes
@@ -145,12 +150,18 @@ def compile_unroll(functions: HostUnroll, shapes: ActorShapes, device: Device) -
     # A single part is the recording itself; several are copies.
     whole = (0,) if len(shapes.parts) == 1 else ()
 
-    def build(function: Any, donate: tuple[int, ...], *arguments: Any) -> Any:
-        return jax.jit(function, donate_argnums=donate).lower(*arguments).compile()
+    def lower(function: Any, donate: tuple[int, ...], *arguments: Any) -> Any:
+        return jax.jit(function, donate_argnums=donate).lower(*arguments)
 
     return HostUnroll(
-        build(functions.start, (), placed.env_ids, placed.sent),
-        build(functions.begin, (1,), placed.weights, placed.state, placed.number),
-        build(functions.act, (1,), placed.weights, placed.recording, placed.sent),
-        build(functions.close, whole, placed.recording, placed.sent),
+        lower(functions.start, (), placed.env_ids, placed.sent),
+        lower(functions.begin, (1,), placed.weights, placed.state, placed.number),
+        lower(functions.act, (1,), placed.weights, placed.recording, placed.sent),
+        lower(functions.close, whole, placed.recording, placed.sent),
     )
+
+
+def compile_unroll(functions: HostUnroll, shapes: ActorShapes, device: Device) -> HostUnroll:
+    """Compiles an actor's functions for its device."""
+    lowered: Any = lower_unroll(functions, shapes, device)
+    return HostUnroll(*(function.compile() for function in lowered))

@@ -1,5 +1,6 @@
 """Trains by Sebulba: wires actors, learner and loop together."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -99,16 +100,37 @@ def prepare(config: Config, env: HostEnvironment | None = None) -> Run:
         options.learner_devices,
         options.learners_per_actor,
     )
-    num_threads = len(split.actors) * options.threads
-    sizes = config_lib.sizes(config, len(split.learners), num_threads)
-    mesh = mesh_lib.make_mesh(split.learners)
+    return make_run(config, env, split, split.learners)
+
+
+def make_run(
+    config: Config,
+    env: HostEnvironment,
+    split: mesh_lib.Split,
+    learners: Sequence[Device],
+) -> Run:
+    """Puts a run together, on the devices that are given.
+
+    Args:
+      config: of the run.
+      env: where.
+      split: of one host's devices.
+      learners: of all hosts, each split in the same way.
+
+    Raises:
+      ConfigError: sizes or shapes don't fit each other.
+    """
+    num_threads = len(split.actors) * config.sebulba.threads
+    sizes = config_lib.sizes(config, len(learners), num_threads)
+    mesh = mesh_lib.make_mesh(learners)
     parts = parts_lib.make(config, env.spec, sizes)
-    key = prng.key(config.seed)
+    key = prng.key(config.seed, split.actors[0].platform)
     step = program.make_step(parts, mesh, num_threads)
     unroll = program.make_unroll(config, env, parts, key, len(split.learners))
     # Traced without compiling: shapes that don't fit each other are found by this.
     state, weights = jax.eval_shape(step.init, key)
-    shapes = program.actor_shapes(unroll, env, weights, sizes.num_envs // num_threads)
+    batch = sizes.envs_per_device * len(split.learners) // num_threads
+    shapes = program.actor_shapes(unroll, env, weights, batch)
     run = Run(config, sizes, env, parts, split, mesh, step, unroll, shapes, key)
     jax.eval_shape(step.update, state, run.trajectories())
     return run
@@ -230,7 +252,7 @@ class Compiled(NamedTuple):
 def compile_run(run: Run) -> Compiled:
     """Makes the first state and compiles what is called on it."""
     state, weights = jax.jit(run.step.init)(run.key)
-    update = jax.jit(run.step.update, donate_argnums=0).lower(state, run.trajectories()).compile()
+    update = program.lower_update(run.step, state, run.trajectories()).compile()
     unroll = {
         device: program.compile_unroll(run.unroll, run.shapes, device)
         for device in run.split.actors

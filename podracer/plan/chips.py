@@ -1,0 +1,141 @@
+"""TPU chips: what is published of them, and the slices that the compiler knows."""
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import topologies
+
+from podracer.errors import ConfigError, unknown
+from podracer.types import Device
+
+GIB = 2**30
+
+
+class Chip(NamedTuple):
+    """Published peaks of a chip; a core has its share where JAX sees each core as a device.
+
+    Attributes:
+      flops: a second, bfloat16 (what a TPU multiplies float32 matrices in, too, by JAX's default).
+      memory: bytes of HBM.
+      bandwidth: bytes a second of HBM.
+      interconnect: bytes a second to its neighbours in a slice, one way, over all links.
+      clock: cycles a second, None where it is not published.
+      slices: shapes that can be rented.
+      source: of these numbers.
+      options: for ``get_topology_desc``, where its defaults are not JAX's own on that chip.
+    """
+
+    flops: float
+    memory: float
+    bandwidth: float
+    interconnect: float
+    clock: float | None
+    slices: tuple[str, ...]
+    source: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+_FLAT = ("2x2", "4x4", "4x8", "8x8", "8x16", "16x16")
+_LITE = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16")
+_CUBES = (*_CUBES, "8x16x16")
+# v2 and v3: table 1 there, links of 4 x 496 and 4 x 656 Gbit/s.
+_DOMAIN_SPECIFIC = "https://dl.acm.org/doi/10.1145/3360307"
+_DOCS = "https://docs.cloud.google.com/tpu/docs/"
+# Clocks of v5e and v5p are their peaks by what their matrix units (128 x 128) do in a cycle.
+CHIPS = {
+    "v2": Chip(46e12, 16 * GIB, 700e9, 248e9, 0.7e9, _FLAT, _DOMAIN_SPECIFIC),
+    "v3": Chip(
+        123e12,
+        32 * GIB,
+        900e9,
+        328e9,
+        0.94e9,
+        (*_FLAT, "16x32", "32x32"),
+        _DOMAIN_SPECIFIC,
+    ),
+    "v4": Chip(
+        275e12,
+        32 * GIB,
+        1200e9,
+        300e9,
+        1.05e9,
+        (*_CUBES, "16x16x16"),
+        _DOCS + "v4",
+        # Both cores of a chip as one device.
+        (("chip_config_name", "megacore"),),
+    ),
+    "v5e": Chip(197e12, 16 * GIB, 819e9, 200e9, 1.5e9, _LITE, _DOCS + "v5e"),
+    "v5p": Chip(
+        459e12, 95 * GIB, 2765e9, 600e9, 1.75e9, (*_CUBES, "16x16x16", "16x16x24"), _DOCS + "v5p"
+    ),
+    "v6e": Chip(918e12, 32 * GIB, 1638e9, 400e9, None, _LITE, _DOCS + "v6e"),
+}
+TOPOLOGIES = tuple(f"{name}:{shape}" for name, chip in CHIPS.items() for shape in chip.slices)
+
+
+class Slice(NamedTuple):
+    """Chips that are not there, as the compiler sees them.
+
+    Attributes:
+      topology: its name.
+      num_slices: that many of it, joined by the data centre's network.
+      chip: which.
+      devices: of JAX, of all slices.
+    """
+
+    topology: str
+    num_slices: int
+    chip: Chip
+    devices: Sequence[Device]
+
+    @property
+    def hosts(self) -> list[list[Device]]:
+        """The devices of each host."""
+        hosts: dict[int, list[Device]] = {}
+        for device in self.devices:
+            hosts.setdefault(device.process_index, []).append(device)
+        return list(hosts.values())
+
+    @property
+    def num_chips(self) -> int:
+        """In all slices."""
+        places = {(getattr(d, "slice_index", 0), *d.coords) for d in self.devices}
+        return len(places)
+
+    @property
+    def share(self) -> float:
+        """Of a chip, that one device is."""
+        return self.num_chips / len(self.devices)
+
+
+def get_slice(topology: str, num_slices: int = 1) -> Slice:
+    """The slice of that name, as "v5e:4x4"; needs libtpu, but no TPU.
+
+    Raises:
+      ConfigError: libtpu is missing, or there is no such slice.
+    """
+    kind, _, shape = topology.partition(":")
+    if kind not in CHIPS:
+        raise unknown("topology", topology, TOPOLOGIES)
+    if importlib.util.find_spec("libtpu") is None:
+        raise ConfigError(
+            "the TPU compiler is not installed; get it by pip install 'podracer[tpu]'"
+        )
+    chip = CHIPS[kind]
+    options = dict(chip.options)
+    if shape == "1x1":
+        options["chips_per_host_bounds"] = (1, 1, 1)
+    if num_slices > 1:
+        options["num_slices"] = num_slices
+    try:
+        description = topologies.get_topology_desc(
+            platform="tpu", topology_name=topology, **options
+        )
+    except jax.errors.JaxRuntimeError as error:
+        if "INVALID_ARGUMENT" not in str(error):
+            raise
+        raise ConfigError(f"{unknown('topology', topology, TOPOLOGIES)} ({error})") from error
+    return Slice(topology, num_slices, chip, description.devices)

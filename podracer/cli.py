@@ -137,6 +137,17 @@ def parse_config(argv: Sequence[str], values: flags.FlagValues) -> tuple[Any, pa
     with config.value.unlocked():
         for section, key, value in settings:
             config.value[section][key] = value
+    return config.value, path
+
+
+def _parse(argv: Sequence[str]) -> tuple[Any, dict[str, Any]]:
+    """The config of a command line, and the run's other options."""
+    values = flags.FlagValues()
+    for name, (define, text) in OPTIONS.items():
+        define(name, getattr(Options, name), text, flag_values=values)
+    config, path = parse_config(argv, values)
+    options = {name: values[name].value for name in OPTIONS}
+    return config, {**options, "workdir": options["workdir"] or f"runs/{path.stem}"}
 
 
 def exit_code(command: Callable[[], Any]) -> int:

@@ -24,6 +24,7 @@ from podracer.errors import (
     SaveError,
     unknown,
 )
+from podracer.session import Options
 
 # What a run is given beside its config, see ``session.Options``.
 OPTIONS: dict[str, tuple[Any, str]] = {

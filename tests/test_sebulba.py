@@ -213,6 +213,23 @@ def test_running_free_takes_the_newest_weights_and_says_how_old_they_were():
         assert 0 <= row["lag/min"] <= row["lag/mean"] <= row["lag/max"] <= 3
 
 
+def test_while_the_loop_evaluates_actors_wait_for_no_learner(monkeypatch):
+    evaluate = train_lib.HostEvaluation.__call__
+
+    def late(self, *arguments):
+        time.sleep(0.3)
+        return evaluate(self, *arguments)
+
+    monkeypatch.setattr(train_lib.HostEvaluation, "__call__", late)
+    changes = {"num_envs": 24, "total_steps": 11 * 24 * 8, **SOLO, "sebulba__threads": 3}
+    seconds = train(sebulba_config(**changes, evaluation__every=1)).summary["breakdown"]
+    # Ten evaluations are waited for; an unroll of eight steps fits into each many times.
+    assert seconds["actor_pause"] > 10 * 0.3 / 2
+    # Actors can only wait for a learner that is at work.
+    learner = sum(x for name, x in seconds.items() if name.startswith("learner_"))
+    assert 0 <= seconds["actor_wait"] < learner + 0.3
+
+
 def test_rewards_belong_to_the_action_that_earned_them():
     config = sebulba_config(num_envs=4, unroll_length=10, **SOLO)
     _, _, taken = unrolls(config, 3, faulty.host(faulty.EchoPool))
@@ -356,8 +373,8 @@ def test_a_run_leaves_what_anakin_leaves(tmp_path, capsys):
     rows = [json.loads(row) for row in rows]
     assert [row["step"] for row in rows] == [128 * (n + 1) for n in range(32)]
     assert [row["step"] for row in rows if "eval/episode_return" in row] == [2048, 4096]
-    for name in ("actor_environment", "actor_inference", "actor_transfer", "actor_wait"):
-        assert rows[-1][f"time/{name}"] >= 0
+    for name in ("environment", "inference", "transfer", "wait", "pause"):
+        assert rows[-1][f"time/actor_{name}"] >= 0
     for name in ("learner_wait", "learner_update", "learner_publish", "steps_per_second"):
         assert rows[-1][f"time/{name}"] > 0
     returns_ = [row["train/episode_return"] for row in rows if "train/episode_return" in row]
@@ -372,6 +389,8 @@ def test_a_run_leaves_what_anakin_leaves(tmp_path, capsys):
         ({"environment": 8.0, "wait": 1}, {"wait": 5.0, "update": 4.0}, "more CPU cores"),
         ({"inference": 8.0, "wait": 1}, {"wait": 5.0, "update": 4.0}, "more actor devices"),
         ({"environment": 9.0}, {"update": 9.0, "wait": 0.5}, "well balanced"),
+        ({"environment": 9.0, "pause": 90.0}, {"update": 9.0}, "well balanced"),
+        ({"environment": 1.0, "wait": 1.0, "pause": 9.0}, {"update": 2.0}, "Actors wait .* 50%"),
     ],
 )
 def test_advice_names_the_side_that_waits(actor, learner, advice):

@@ -193,7 +193,11 @@ class Channel:
 
 
 class Publisher:
-    """The weights of the newest versions, on every actor device."""
+    """The weights of the newest versions, on every actor device; and the time when none are made.
+
+    The learner pauses while the loop around it evaluates or saves. Actors soon wait then, but for
+    nothing that learning could do faster.
+    """
 
     def __init__(self, supervisor: Supervisor, keep: int):
         """``keep``: how many versions stay."""
@@ -201,6 +205,26 @@ class Publisher:
         self._keep = keep
         self._versions: dict[int, dict[Any, Weights]] = {}
         self._changed = threading.Condition()
+        # Seconds of the pauses that are over, and when the present one began.
+        self._paused = 0.0
+        self._since: float | None = time.monotonic()
+
+    def pause(self) -> None:
+        """The learner does something else from now on; so it does before it first resumes."""
+        with self._changed:
+            self._since = time.monotonic()
+
+    def resume(self) -> None:
+        """The learner learns from now on."""
+        paused = self.paused()
+        with self._changed:
+            self._paused, self._since = paused, None
+
+    def paused(self) -> float:
+        """Seconds of all pauses so far."""
+        with self._changed:
+            running = 0.0 if self._since is None else time.monotonic() - self._since
+            return self._paused + running
 
     def publish(self, version: int, weights: dict[Any, Weights]) -> None:
         """Adds a version; weights, by actor device, must be ready."""

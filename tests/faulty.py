@@ -60,7 +60,7 @@ class Broken:
         if self._steps != self._at:
             return step
         if self._how == "raise":
-            raise OSError("the simulator has crashed")
+            raise OSError(f"the simulator has crashed at {time.time()}")
         if self._how == "hang":
             time.sleep(3600)
         observation = step.timestep.observation

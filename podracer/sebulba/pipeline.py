@@ -48,8 +48,9 @@ class Unroll(NamedTuple):
 class Supervisor:
     """Starts threads and ends them all, for good or when one of them fails.
 
-    As a context manager it ends them when the block does. Threads are daemons: one that hangs in
-    C++ can't be ended, and must not keep the process.
+    As a context manager it ends them when the block does, and raises ``ActorError`` if one failed
+    even after its work was done. Threads are daemons: one that hangs in C++ can't be ended, and
+    must not keep the process.
 
     Attributes:
       stopping: set when everything has to end.
@@ -154,8 +155,10 @@ class Supervisor:
     def __enter__(self) -> "Supervisor":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close()
+        if kind is None:
+            self.check()
 
 
 class Channel:

@@ -1,5 +1,6 @@
 """No thread dies silently, and nothing waits for ever."""
 
+import os
 import pathlib
 import re
 import signal
@@ -169,6 +170,42 @@ def test_a_hang_ends_the_process_with_name_and_traceback(tmp_path):
     assert "hangs: stepping its pool has taken more than sebulba.timeout_s=2 s" in run.stderr
     assert "faulty.py" in run.stderr
     assert "time.sleep(3600)" in run.stderr
+
+
+def running(pid: int) -> bool:
+    """Whether there is a process of that number."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_hang_leaves_no_process_of_an_environment(tmp_path):
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    run = subprocess.run(
+        command(
+            "gymnasium:tests.sleeper:Sleeper-v0",
+            tmp_path,
+            f"--config.env_kwargs.folder={pids}",
+            "--config.sebulba.timeout_s=3.",
+        ),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert run.returncode == cli.ACTOR
+    assert "hangs: stepping its pool" in run.stderr
+    # Eight environments, and the one that was made to see its spaces.
+    processes = [int(path.name) for path in pids.iterdir()]
+    assert len(processes) == 8 + 1
+    deadline = time.monotonic() + 10
+    while left := [pid for pid in processes if running(pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
 
 
 def test_a_failure_ends_the_process_within_ten_seconds(tmp_path):

@@ -138,7 +138,7 @@ def test_a_failure_after_the_last_unroll_is_not_lost(monkeypatch):
     monkeypatch.setattr(faulty.EchoPool, "close", close)
     config = sebulba_config(**{**SIZES, "sebulba__threads": 1}, evaluation__episodes=1)
     # Evaluation's pool is closed after that.
-    with pytest.raises(ActorError, match="thread 'actor 0.0' failed.*would not close"):
+    with pytest.raises(ActorError, match=r"thread 'actor 0\.0' failed.*would not close"):
         train(config, faulty.host(faulty.EchoPool))
 
 

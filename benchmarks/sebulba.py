@@ -109,10 +109,11 @@ def measure(run: Run, seconds: float, rounds: int) -> tuple[list[float], list[fl
             learn.append(count * run.sizes.steps_per_update / update(count))
     for pool in pools:
         pool.close()
+    # Actors' pause is the time in which the ceiling was measured.
     seconds_by_what = {
         k.removeprefix("time/"): v
         for k, v in breakdown.items()
-        if "/actor_" in k or "/learner_" in k
+        if k.startswith(("time/actor_", "time/learner_")) and k != "time/actor_pause"
     }
     return learn, alone, seconds_by_what, compile_seconds
 

@@ -6,13 +6,15 @@ It is there to be timed beside Cleanba's own (see README.md), on the game and wi
 environments and threads that were timed. https://github.com/vwxyzjn/cleanba
 """
 
+from typing import Any
+
 import ml_collections
 
 from podracer.config import default_config
 
 
 def get_config() -> ml_collections.ConfigDict:
-    config = default_config()
+    config: Any = default_config()
     config.env = "envpool:Pong-v5"
     config.env_kwargs = {
         "repeat_action_probability": 0.25,

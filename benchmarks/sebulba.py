@@ -5,7 +5,8 @@
 Without ``--config`` this is V-trace, one pass over each batch, with a network so small that
 environments are what takes the time: a hidden layer of 32 units, on every other pixel of images.
 The ceiling is that of the same pools in as many threads, under random actions. Learning and ceiling
-take turns, so that a noisy machine is as noisy to both.
+take turns, so that a noisy machine is as noisy to both; their CPU seconds are compared as well, to
+which other programs on it do less.
 """
 
 import argparse
@@ -16,7 +17,8 @@ import resource
 import statistics
 import threading
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import envpool
 import jax
@@ -46,11 +48,11 @@ def random_actions(spec: Spec, batch: int, rng: np.random.Generator) -> np.ndarr
     return rng.uniform(low, high, (batch, *action.shape)).astype(np.float32)
 
 
-def ceiling(run: Run, pools: list[Pool], seconds: float) -> float:
-    """Steps a second of pools alone, each in its thread."""
+def ceiling(run: Run, pools: list[Pool], seconds: float) -> tuple[float, float]:
+    """Steps a second of pools alone, each in its thread, and CPU seconds of a thousand steps."""
     batch = run.sizes.num_envs // len(pools)
     counts = [0] * len(pools)
-    start = time.perf_counter()
+    start, used = time.perf_counter(), time.process_time()
 
     def step(k: int) -> None:
         rng = np.random.default_rng(k)
@@ -63,7 +65,9 @@ def ceiling(run: Run, pools: list[Pool], seconds: float) -> float:
         thread.start()
     for thread in threads:
         thread.join()
-    return sum(counts) / (time.perf_counter() - start)
+    steps = sum(counts)
+    used = time.process_time() - used
+    return steps / (time.perf_counter() - start), 1e3 * used / steps
 
 
 def settle(supervisor: Supervisor) -> None:
@@ -75,9 +79,18 @@ def settle(supervisor: Supervisor) -> None:
         quiet = quiet + 1 if supervisor.idle() else 0
 
 
-def measure(run: Run, seconds: float, rounds: int) -> tuple[list[float], list[float], dict, float]:
-    """Rates of learning and of pools alone, what the last round's learning went to (seconds), and
-    seconds to compile."""
+class Measured(NamedTuple):
+    """Steps a second and CPU seconds of a thousand steps, by round, of learning and of pools alone;
+    seconds by what the last round's learning went to, and of compilation."""
+
+    learn: list[tuple[float, float]]
+    alone: list[tuple[float, float]]
+    breakdown: Mapping[str, float]
+    compile_seconds: float
+
+
+def measure(run: Run, seconds: float, rounds: int) -> Measured:
+    """Learning and the pools alone, in turn."""
     start = time.perf_counter()
     compiled = compile_run(run)
     compile_seconds = time.perf_counter() - start
@@ -106,15 +119,18 @@ def measure(run: Run, seconds: float, rounds: int) -> tuple[list[float], list[fl
             # What they had done ahead is not counted.
             update(2)
             breakdown.clear()
-            learn.append(count * run.sizes.steps_per_update / update(count))
+            used, steps = time.process_time(), count * run.sizes.steps_per_update
+            rate = steps / update(count)
+            learn.append((rate, 1e3 * (time.process_time() - used) / steps))
     for pool in pools:
         pool.close()
+    # Actors' pause is the time in which the ceiling was measured.
     seconds_by_what = {
         k.removeprefix("time/"): v
         for k, v in breakdown.items()
-        if "/actor_" in k or "/learner_" in k
+        if k.startswith(("time/actor_", "time/learner_")) and k != "time/actor_pause"
     }
-    return learn, alone, seconds_by_what, compile_seconds
+    return Measured(learn, alone, seconds_by_what, compile_seconds)
 
 
 def frames(run: Run) -> int:
@@ -154,7 +170,10 @@ def main() -> None:
         config.network.torso = "pixels"
         run = prepare(config_lib.parse(config))
 
-    learn, alone, breakdown, compile_seconds = measure(run, args.seconds, args.rounds)
+    measured = measure(run, args.seconds, args.rounds)
+    (learn, used), (alone, used_alone) = (
+        zip(*rounds, strict=True) for rounds in (measured.learn, measured.alone)
+    )
     rate, top = statistics.median(learn), statistics.median(alone)
     print(
         json.dumps(
@@ -171,8 +190,13 @@ def main() -> None:
                 "ceiling_ratio": round(
                     statistics.median(a / b for a, b in zip(learn, alone, strict=True)), 4
                 ),
-                "breakdown": {name: round(x, 2) for name, x in breakdown.items()},
-                "compile_seconds": round(compile_seconds, 2),
+                "cpu_seconds_per_1000_steps": round(statistics.median(used), 4),
+                "ceiling_cpu_seconds_per_1000_steps": round(statistics.median(used_alone), 4),
+                "ceiling_cpu_ratio": round(
+                    statistics.median(b / a for a, b in zip(used, used_alone, strict=True)), 4
+                ),
+                "breakdown": {name: round(x, 2) for name, x in measured.breakdown.items()},
+                "compile_seconds": round(measured.compile_seconds, 2),
                 "peak_process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                 "actors": f"{len(run.split.actors)} x {run.config.sebulba.threads} threads",
                 "learners": len(run.split.learners),

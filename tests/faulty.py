@@ -15,14 +15,14 @@ LENGTH = 7
 
 
 class EchoPool:
-    """Rewards name the action taken and the step it was taken at: 10 * step + action.
+    """Rewards name the action taken and the step it was taken at: ``scale`` * step + action.
 
     Episodes of seven steps, truncated; the observation is [step of the episode, environment].
     """
 
-    def __init__(self, seeds: Sequence[int]):
+    def __init__(self, seeds: Sequence[int], scale: float = 10.0):
         self._step = np.zeros(len(seeds))
-        self._batch = len(seeds)
+        self._batch, self._scale = len(seeds), scale
 
     def _arrive(self, reward: np.ndarray) -> HostStep:
         observation = np.stack([self._step, np.arange(self._batch)], -1).astype(np.float32)
@@ -37,7 +37,7 @@ class EchoPool:
 
     def step(self, action: np.ndarray) -> HostStep:
         over = self._step == LENGTH
-        reward = np.where(over, 0, 10 * self._step + action)
+        reward = np.where(over, 0, self._scale * self._step + action)
         self._step = np.where(over, 0, self._step + 1)
         return self._arrive(reward)
 
@@ -60,7 +60,7 @@ class Broken:
         if self._steps != self._at:
             return step
         if self._how == "raise":
-            raise OSError("the simulator has crashed")
+            raise OSError(f"the simulator has crashed at {time.time()}")
         if self._how == "hang":
             time.sleep(3600)
         observation = step.timestep.observation

@@ -1,11 +1,14 @@
 """Sebulba as a whole: the same learning as Anakin's, whatever the devices, threads and timing."""
 
+import collections
 import importlib
 import itertools
 import json
 import pathlib
 import re
+import threading
 import time
+from functools import partial
 
 import jax
 import numpy as np
@@ -207,12 +210,77 @@ def test_timing_changes_nothing(monkeypatch):
         assert (row["lag/min"], row["lag/mean"], row["lag/max"]) == (lag, lag, lag)
 
 
-def test_running_free_takes_the_newest_weights_and_says_how_old_they_were():
-    changes = {"num_envs": 24, "total_steps": 20 * 24 * 8, **SOLO, "sebulba__threads": 3}
-    result = train(sebulba_config(**changes, sebulba__free_running=True))
-    assert len(result.metrics) == 20
-    for row in result.metrics:
-        assert 0 <= row["lag/min"] <= row["lag/mean"] <= row["lag/max"] <= 3
+FREE = {"num_envs": 24, **SOLO, "sebulba__threads": 3, "sebulba__free_running": True}
+
+
+def test_running_free_takes_the_newest_weights_and_says_how_old_they_were(monkeypatch):
+    taken, get = collections.defaultdict(list), Publisher.get
+
+    def spy(self, device, version):
+        newest = max(self._versions, default=0)
+        chosen, weights = get(self, device, version)
+        assert chosen >= newest
+        taken[threading.current_thread().name].append(chosen)
+        return chosen, weights
+
+    monkeypatch.setattr(Publisher, "get", spy)
+    result = train(sebulba_config(**FREE, total_steps=20 * 24 * 8))
+    assert len(taken) == 3
+    lags = np.arange(20) - np.array(list(taken.values()))
+    # One unroll waits in the channel, and one for room in it.
+    assert ((lags >= 0) & (lags <= 2)).all()
+    for versions in taken.values():
+        assert versions == sorted(versions)
+    for name in ("min", "mean", "max"):
+        logged = [row[f"lag/{name}"] for row in result.metrics]
+        np.testing.assert_allclose(logged, getattr(lags, name)(axis=0))
+
+
+def test_running_free_actors_do_not_wait_for_a_slow_learner(monkeypatch):
+    """They run ahead as far as their channels let them, a lag of 2, and learning goes on."""
+    publish, put, offered = learner_lib.Learner.publish, Channel.put, collections.Counter()
+
+    def spy(self, unroll):
+        offered[self] += 1
+        put(self, unroll)
+
+    def late(self, weights):
+        """Waits until each actor has one more unroll in its channel and the next one ready."""
+        deadline = time.monotonic() + 60
+        ahead = min(self.version + 2, 30) if self.version else 0
+        while any(offered[channel] < ahead for channel in self._channels):
+            time.sleep(0.001)
+            assert time.monotonic() < deadline
+        publish(self, weights)
+
+    monkeypatch.setattr(Channel, "put", spy)
+    monkeypatch.setattr(learner_lib.Learner, "publish", late)
+    # The return of an episode is how often the second of two actions was taken in seven steps.
+    env = faulty.host(partial(faulty.EchoPool, scale=0.0))
+    config = sebulba_config(**FREE, total_steps=30 * 24 * 8, learning_rate=1e-2)
+    rows = train(config, env).metrics
+    assert [row["step"] for row in rows] == [192 * (n + 1) for n in range(30)]
+    for n, row in enumerate(rows):
+        assert [row[f"lag/{name}"] for name in ("min", "mean", "max")] == [min(n, 2)] * 3
+    assert rows[0]["train/episode_return"] < 5
+    assert rows[-1]["train/episode_return"] > 6
+
+
+def test_while_the_loop_evaluates_actors_wait_for_no_learner(monkeypatch):
+    evaluate = train_lib.HostEvaluation.__call__
+
+    def late(self, *arguments):
+        time.sleep(0.3)
+        return evaluate(self, *arguments)
+
+    monkeypatch.setattr(train_lib.HostEvaluation, "__call__", late)
+    changes = {"num_envs": 24, "total_steps": 11 * 24 * 8, **SOLO, "sebulba__threads": 3}
+    seconds = train(sebulba_config(**changes, evaluation__every=1)).summary["breakdown"]
+    # Ten evaluations are waited for; an unroll of eight steps fits into each many times.
+    assert seconds["actor_pause"] > 10 * 0.3 / 2
+    # Actors can only wait for a learner that is at work.
+    learner = sum(x for name, x in seconds.items() if name.startswith("learner_"))
+    assert 0 <= seconds["actor_wait"] < learner + 0.3
 
 
 def test_rewards_belong_to_the_action_that_earned_them():
@@ -358,8 +426,8 @@ def test_a_run_leaves_what_anakin_leaves(tmp_path, capsys):
     rows = [json.loads(row) for row in rows]
     assert [row["step"] for row in rows] == [128 * (n + 1) for n in range(32)]
     assert [row["step"] for row in rows if "eval/episode_return" in row] == [2048, 4096]
-    for name in ("actor_environment", "actor_inference", "actor_transfer", "actor_wait"):
-        assert rows[-1][f"time/{name}"] >= 0
+    for name in ("environment", "inference", "transfer", "wait", "pause"):
+        assert rows[-1][f"time/actor_{name}"] >= 0
     for name in ("learner_wait", "learner_update", "learner_publish", "steps_per_second"):
         assert rows[-1][f"time/{name}"] > 0
     returns_ = [row["train/episode_return"] for row in rows if "train/episode_return" in row]
@@ -374,6 +442,8 @@ def test_a_run_leaves_what_anakin_leaves(tmp_path, capsys):
         ({"environment": 8.0, "wait": 1}, {"wait": 5.0, "update": 4.0}, "more CPU cores"),
         ({"inference": 8.0, "wait": 1}, {"wait": 5.0, "update": 4.0}, "more actor devices"),
         ({"environment": 9.0}, {"update": 9.0, "wait": 0.5}, "well balanced"),
+        ({"environment": 9.0, "pause": 90.0}, {"update": 9.0}, "well balanced"),
+        ({"environment": 1.0, "wait": 1.0, "pause": 9.0}, {"update": 2.0}, "Actors wait .* 50%"),
     ],
 )
 def test_advice_names_the_side_that_waits(actor, learner, advice):

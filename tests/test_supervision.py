@@ -1,6 +1,8 @@
 """No thread dies silently, and nothing waits for ever."""
 
+import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -129,6 +131,17 @@ def test_an_evaluation_that_hangs_or_fails_stops_the_run(how, message):
         train(sebulba_config(**SIZES, sebulba__timeout_s=2.0), faulty.host(make))
 
 
+def test_a_failure_after_the_last_unroll_is_not_lost(monkeypatch):
+    def close(self):
+        raise OSError("the simulator would not close")
+
+    monkeypatch.setattr(faulty.EchoPool, "close", close)
+    config = sebulba_config(**{**SIZES, "sebulba__threads": 1}, evaluation__episodes=1)
+    # Evaluation's pool is closed after that.
+    with pytest.raises(ActorError, match=r"thread 'actor 0\.0' failed.*would not close"):
+        train(config, faulty.host(faulty.EchoPool))
+
+
 def test_a_hang_anywhere_in_an_actor_is_noticed(monkeypatch):
     monkeypatch.setattr(actor_lib.Games, "take", lambda self: time.sleep(30))
     with pytest.raises(ActorError, match="hangs: sending its unroll has taken more than"):
@@ -159,23 +172,58 @@ def test_a_hang_ends_the_process_with_name_and_traceback(tmp_path):
     assert "time.sleep(3600)" in run.stderr
 
 
+def running(pid: int) -> bool:
+    """Whether there is a process of that number."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_hang_leaves_no_process_of_an_environment(tmp_path):
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    run = subprocess.run(
+        command(
+            "gymnasium:tests.sleeper:Sleeper-v0",
+            tmp_path,
+            f"--config.env_kwargs.folder={pids}",
+            "--config.sebulba.timeout_s=3.",
+        ),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert run.returncode == cli.ACTOR
+    assert "hangs: stepping its pool" in run.stderr
+    # Eight environments, and the one that was made to see its spaces.
+    processes = [int(path.name) for path in pids.iterdir()]
+    assert len(processes) == 8 + 1
+    deadline = time.monotonic() + 10
+    while left := [pid for pid in processes if running(pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
 def test_a_failure_ends_the_process_within_ten_seconds(tmp_path):
-    with subprocess.Popen(
+    run = subprocess.run(
         command("faulty:raise", tmp_path, "--config.sebulba.max_restarts=0"),
         cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
-    ) as run:
-        assert run.stderr is not None
-        first = run.stderr.readline()
-        start = time.monotonic()
-        errors = run.stderr.read()
-        run.wait(60)
-    assert time.monotonic() - start < 10
+        timeout=100,
+        check=False,
+    )
+    now = time.time()
     assert run.returncode == cli.ACTOR
+    first, _, errors = run.stderr.partition("\n")
     assert "thread 'actor" in first
-    assert "the simulator has crashed" in errors
+    failed = re.search(r"OSError: the simulator has crashed at ([\d.]+)", errors)
+    assert failed
+    assert now - float(failed[1]) < 10
 
 
 @pytest.mark.parametrize("env", ["dummy:counting", "envpool:CartPole-v1"])

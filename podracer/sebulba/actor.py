@@ -4,7 +4,8 @@ https://arxiv.org/abs/2104.06272, section "Sebulba": several threads share an ac
 with a batch of environments of its own, so that one steps while another's actions are computed.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -16,8 +17,10 @@ from podracer.sebulba.pipeline import Channel, Publisher, Supervisor, Unroll
 from podracer.types import Array, Device, HostEnvironment, HostStep, Pool, TimeStep
 
 # What an actor's time goes to. Observations travel with the call that acts on them, which counts as
-# inference; "transfer" is that of trajectories to the learners.
-ENVIRONMENT, INFERENCE, TRANSFER, WAIT = "environment", "inference", "transfer", "wait"
+# inference; "transfer" is that of trajectories to the learners. "wait" is for the learner at work,
+# "pause" while the loop around it evaluates or saves.
+ENVIRONMENT, INFERENCE, TRANSFER = "environment", "inference", "transfer"
+WAIT, PAUSE = "wait", "pause"
 
 
 class PoolError(RuntimeError):
@@ -165,6 +168,17 @@ class Schedule(NamedTuple):
     max_restarts: int
 
 
+@contextlib.contextmanager
+def _waiting(clock: Clock, publisher: Publisher) -> Iterator[None]:
+    """Measures a wait for the learner, its pauses apart."""
+    with clock.measure(WAIT):
+        before = publisher.paused()
+        yield
+        paused = publisher.paused() - before
+    clock.seconds[WAIT] -= paused
+    clock.seconds[PAUSE] = clock.seconds.get(PAUSE, 0.0) + paused
+
+
 def run(
     actor: Actor,
     env: HostEnvironment,
@@ -200,7 +214,7 @@ def run(
         first = pool.reset()
         state = functions.start(actor.env_ids, first.timestep)
         for n in range(schedule.first, schedule.last):
-            with clock.measure(WAIT):
+            with _waiting(clock, publisher):
                 wanted = None if schedule.lag is None else max(schedule.first, n - schedule.lag)
                 version, weights = publisher.get(actor.device, wanted)
             beat("acting")
@@ -221,7 +235,7 @@ def run(
             unroll = Unroll(parts, version, pool.games.take(), pool.restarts, clock.take())
             # Held by nobody else: what the learner is done with must not stay in memory.
             del recording, parts
-            with clock.measure(WAIT):
+            with _waiting(clock, publisher):
                 channel.put(unroll)
             del unroll
     finally:

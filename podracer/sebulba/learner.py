@@ -51,6 +51,7 @@ class Learner:
 
     def step(self, state: State) -> tuple[State, CallMetrics]:
         """``updates_per_call`` updates."""
+        self._publisher.resume()
         start = time.monotonic()
         losses: list[Any] = []
         unrolls: list[Unroll] = []
@@ -81,6 +82,7 @@ class Learner:
         steps = self._sizes.updates_per_call * self._sizes.steps_per_update
         row["time/steps_per_second"] = steps / (time.monotonic() - start)
         stacked = jax.tree.map(lambda *x: np.stack(x), *losses)
+        self._publisher.pause()
         return state, CallMetrics(stacked, _sum_episodes(unrolls), row)
 
     def _host_row(self, unrolls: Sequence[Unroll], lags: Sequence[int]) -> Row:
@@ -132,8 +134,10 @@ def describe(seconds: dict[str, float]) -> str:
 
 def advice(actor: dict[str, float], learner: dict[str, float]) -> str:
     """Which side waits for the other, and what to change, in one sentence."""
+    # What the run spends on judging and saving is no matter of balance.
+    acting = sum(actor.values()) - actor.get(actor_lib.PAUSE, 0.0)
     waits = {
-        "actors": actor.get(actor_lib.WAIT, 0.0) / max(sum(actor.values()), 1e-9),
+        "actors": actor.get(actor_lib.WAIT, 0.0) / max(acting, 1e-9),
         "learner": learner.get("wait", 0.0) / max(sum(learner.values()), 1e-9),
     }
     side, share = max(waits.items(), key=lambda item: item[1])

@@ -48,8 +48,9 @@ class Unroll(NamedTuple):
 class Supervisor:
     """Starts threads and ends them all, for good or when one of them fails.
 
-    As a context manager it ends them when the block does. Threads are daemons: one that hangs in
-    C++ can't be ended, and must not keep the process.
+    As a context manager it ends them when the block does, and raises ``ActorError`` if one failed
+    even after its work was done. Threads are daemons: one that hangs in C++ can't be ended, and
+    must not keep the process.
 
     Attributes:
       stopping: set when everything has to end.
@@ -154,8 +155,10 @@ class Supervisor:
     def __enter__(self) -> "Supervisor":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close()
+        if kind is None:
+            self.check()
 
 
 class Channel:
@@ -193,7 +196,11 @@ class Channel:
 
 
 class Publisher:
-    """The weights of the newest versions, on every actor device."""
+    """The weights of the newest versions, on every actor device; and the time when none are made.
+
+    The learner pauses while the loop around it evaluates or saves. Actors soon wait then, but for
+    nothing that learning could do faster.
+    """
 
     def __init__(self, supervisor: Supervisor, keep: int):
         """``keep``: how many versions stay."""
@@ -201,6 +208,26 @@ class Publisher:
         self._keep = keep
         self._versions: dict[int, dict[Any, Weights]] = {}
         self._changed = threading.Condition()
+        # Seconds of the pauses that are over, and when the present one began.
+        self._paused = 0.0
+        self._since: float | None = time.monotonic()
+
+    def pause(self) -> None:
+        """The learner does something else from now on; so it does before it first resumes."""
+        with self._changed:
+            self._since = time.monotonic()
+
+    def resume(self) -> None:
+        """The learner learns from now on."""
+        paused = self.paused()
+        with self._changed:
+            self._paused, self._since = paused, None
+
+    def paused(self) -> float:
+        """Seconds of all pauses so far."""
+        with self._changed:
+            running = 0.0 if self._since is None else time.monotonic() - self._since
+            return self._paused + running
 
     def publish(self, version: int, weights: dict[Any, Weights]) -> None:
         """Adds a version; weights, by actor device, must be ready."""

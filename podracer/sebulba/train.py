@@ -18,7 +18,7 @@ from podracer.errors import ConfigError
 from podracer.parts import Parts
 from podracer.rollout import HostUnroll
 from podracer.sebulba import actor as actor_lib
-from podracer.sebulba import program
+from podracer.sebulba import memory, program
 from podracer.sebulba.actor import Actor, Schedule
 from podracer.sebulba.learner import Learner
 from podracer.sebulba.pipeline import Channel, Publisher, Supervisor
@@ -94,6 +94,8 @@ def prepare(config: Config, env: HostEnvironment | None = None) -> Run:
             config.env, config.env_kwargs, config.env_params, newest_frame=options.newest_frame
         )
     devices = mesh_lib.start(config.cpu_devices or 1, wanted=config.cpu_devices > 0)
+    if devices[0].platform == "cpu":
+        memory.keep_freed()
     split = mesh_lib.split(
         devices,
         options.actor_devices,

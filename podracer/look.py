@@ -23,18 +23,13 @@ def read(workdir: pathlib.Path) -> View:
     Raises:
       ConfigError: there is no run in this folder.
     """
-    try:
-        about = json.loads((workdir / workdir_lib.CONFIG).read_text(encoding="utf-8"))
-        text = (workdir / workdir_lib.METRICS).read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise ConfigError(f"workdir {str(workdir)!r} holds no run: {error}") from error
+    about, rows = workdir_lib.read_config(workdir), workdir_lib.read_rows(workdir)
     summary = workdir / workdir_lib.SUMMARY
     # Only a run that is over knows what all of its time went to.
     seconds = json.loads(summary.read_text(encoding="utf-8"))["seconds"] if summary.exists() else {}
     view = View(view_lib.title(about["config"]), about["sizes"]["total_steps"])
-    # Of a run that is going on, the last line may be half written.
-    for row in text.split("\n")[:-1]:
-        view = view_lib.extend(view, json.loads(row), seconds, {})
+    for row in rows:
+        view = view_lib.extend(view, row, seconds, {})
     return view
 
 

@@ -80,10 +80,9 @@ def until_done(train, run, workdir) -> tuple:
     "changes",
     [
         {},
-        {"agent": "vtrace", "network__core": "gru"},
-        {"normalize_observations": True, "normalize_rewards": True, "cpu_devices": 1},
+        {"agent": "vtrace", "network__core": "gru", "normalize_observations": True},
+        pytest.param({"normalize_rewards": True, "cpu_devices": 1}, marks=pytest.mark.slow),
         pytest.param({"network__core": "lstm", "stagger": 3}, marks=pytest.mark.slow),
-        pytest.param({"agent": "vtrace", "normalize_observations": True}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -161,7 +160,7 @@ def test_ctrl_c_saves_too(tmp_path, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("devices", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 def test_other_numbers_of_devices_go_on(devices, tmp_path, monkeypatch):
     run = resumable(normalize_observations=True, network__core="gru")
     whole = anakin.train(run, None, quiet=True)

@@ -445,4 +445,4 @@ def test_looking_at_a_run_that_goes_on(finished_run, capsys):
 
 def test_looking_where_no_run_is(tmp_path, capsys):
     assert look.main([str(tmp_path / "nowhere")]) == 2
-    assert "nowhere' holds no run" in capsys.readouterr().err
+    assert "nowhere' is no run" in capsys.readouterr().err

@@ -26,7 +26,11 @@ def config(**changes):
     )
 
 
-@pytest.mark.parametrize("changes", [{}, {"agent": "vtrace", "network__core": "gru"}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, pytest.param({"agent": "vtrace", "network__core": "gru"}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_each_agent_is_the_single_run_of_its_seed(changes, tmp_path):
     together = anakin.train(
         config(seed=7, num_seeds=SEEDS, **changes), tmp_path / "all", quiet=True

@@ -153,8 +153,8 @@ class Config:
       value_cost: weight of the value loss.
       normalize_observations: standardise observations by running statistics.
       normalize_rewards: scale rewards by the running deviation of discounted returns.
-      optimizer, learning_rate, anneal, epsilon, max_grad_norm, num_epochs, num_minibatches: see
-        ``learner.LearnerConfig``.
+      optimizer, learning_rate, anneal, warmup, batch_rule, reference_batch, epsilon,
+        max_grad_norm, num_epochs, num_minibatches: see ``learner.LearnerConfig``.
       cpu_devices: devices to split a CPU into; 0 chooses (see ``auto_cpu_devices``).
       network: see ``nets.actor_critic.NetworkConfig``.
       ppo: see ``agents.ppo.PPOConfig``.
@@ -184,6 +184,9 @@ class Config:
     optimizer: str = "adam"
     learning_rate: float = 2.5e-4
     anneal: bool = True
+    warmup: int = 0
+    batch_rule: str = "none"
+    reference_batch: int = 0
     epsilon: float = 1e-5
     max_grad_norm: float = 0.5
     num_epochs: int = 4

@@ -15,6 +15,8 @@ from podracer.errors import ConfigError, unknown
 from podracer.types import Agent, Array, ArrayTree, Mean, Params, TrainState, Trajectory
 
 OPTIMIZERS = ("adam", "rmsprop")
+# Powers of a batch's ratio to the one that a learning rate is meant for.
+BATCH_RULES = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
 Metrics = dict[str, Array]
 Update = Callable[[TrainState, Trajectory, Array], tuple[TrainState, Metrics]]
 
@@ -27,6 +29,12 @@ class LearnerConfig:
       optimizer: "adam" or "rmsprop" (with epsilon inside the root, as in TensorFlow and IMPALA).
       learning_rate: of the first gradient step.
       anneal: the learning rate falls linearly to 0 over the run; else it is constant.
+      warmup: updates in which it first rises linearly from 0; it falls from there on.
+      batch_rule: how it follows from the transitions of a gradient step, over all devices: "none",
+        "linear" or "sqrt" in their ratio to ``reference_batch`` (Goyal et al. 2017,
+        https://arxiv.org/abs/1706.02677; Malladi et al. 2022, https://arxiv.org/abs/2205.10287).
+      reference_batch: transitions of a gradient step that ``learning_rate`` is meant for; 0 with
+        the rule "none" alone.
       epsilon: of the optimizer.
       max_grad_norm: gradients are scaled down to this global norm; 0 turns it off.
       num_epochs: passes over a rollout.
@@ -36,6 +44,9 @@ class LearnerConfig:
     optimizer: str
     learning_rate: float
     anneal: bool
+    warmup: int
+    batch_rule: str
+    reference_batch: int
     epsilon: float
     max_grad_norm: float
     num_epochs: int
@@ -44,6 +55,14 @@ class LearnerConfig:
     def __post_init__(self):
         if self.optimizer not in OPTIMIZERS:
             raise unknown("optimizer", self.optimizer, OPTIMIZERS)
+        if self.batch_rule not in BATCH_RULES:
+            raise unknown("batch_rule", self.batch_rule, BATCH_RULES)
+        if self.warmup < 0 or (self.batch_rule != "none") != (self.reference_batch > 0):
+            raise ConfigError(
+                "warmup must not be negative, and reference_batch must be positive with a "
+                "batch_rule and 0 without, got "
+                f"{self.warmup}, {self.reference_batch} and {self.batch_rule!r}"
+            )
         if min(self.num_epochs, self.num_minibatches) <= 0:
             raise ConfigError(
                 "num_epochs and num_minibatches must be positive, got "
@@ -94,13 +113,26 @@ def shuffle(key: Array, items: int, minibatches: int, device_index: Array | int)
     return (jnp.arange(runs)[:, None] * minibatches + order).T
 
 
-def make_anneal(config: LearnerConfig, num_updates: int) -> optax.Schedule:
-    """What the learning rate is multiplied by in update n: falls from 1 to 0 over the run.
+def make_schedule(config: LearnerConfig, num_updates: int, batch: int) -> optax.Schedule:
+    """What the learning rate is multiplied by in update n, see ``LearnerConfig``.
 
     By the number of the *update*: an optimizer's own count stands still where a loss asks to skip
     gradient steps.
+
+    Args:
+      config: of the learner.
+      num_updates: of the run.
+      batch: transitions of a gradient step, over all devices.
     """
-    return optax.linear_schedule(1.0, 0.0 if config.anneal else 1.0, num_updates)
+    factor = (batch / (config.reference_batch or batch)) ** BATCH_RULES[config.batch_rule]
+    last = 0.0 if config.anneal else factor
+    fall = optax.linear_schedule(factor, last, max(1, num_updates - config.warmup))
+    if not config.warmup:
+        return fall
+    # The first update learns already: it is the end of a step that has begun at 0.
+    step = factor / config.warmup
+    rise = optax.linear_schedule(step, factor, max(1, config.warmup - 1))
+    return optax.join_schedules([rise, fall], [config.warmup])
 
 
 # Train state, and whether a loss has asked to skip the rest of this update.
@@ -111,7 +143,7 @@ GradientStep = Callable[[Progress, ArrayTree, Array], tuple[Progress, Metrics]]
 def _make_gradient_step(
     agent: Agent,
     optimizer: optax.GradientTransformation,
-    anneal: optax.Schedule,
+    schedule: optax.Schedule,
     all_mean: Mean,
 ) -> GradientStep:
     """``(progress, batch, key) -> (progress, metrics)``, one step of the optimizer."""
@@ -123,7 +155,7 @@ def _make_gradient_step(
         grads, metrics, stop = all_mean((grads, aux.metrics, aux.stop))
         metrics = {**metrics, "grad_norm": optax.tree.norm(grads)}
         updates, opt_state = optimizer.update(grads, train_state.opt_state, params)
-        updates = optax.tree.scale(anneal(train_state.step), updates)
+        updates = optax.tree.scale(schedule(train_state.step), updates)
         new = (optax.apply_updates(params, updates), opt_state)
         if not isinstance(stop, tuple):
             stopped = stopped | (stop > 0)
@@ -164,7 +196,7 @@ def make_update(
     optimizer: optax.GradientTransformation,
     config: LearnerConfig,
     *,
-    anneal: optax.Schedule,
+    schedule: optax.Schedule,
     all_mean: Mean,
     device_index: Callable[[], Array | int],
     update_target: Callable[[Params, Params, Array], Params] = lambda new, old, step: old,
@@ -175,7 +207,7 @@ def make_update(
       agent: what to learn.
       optimizer: as ``make_optimizer`` makes it.
       config: epochs and minibatches.
-      anneal: ``(update) -> factor`` of the learning rate.
+      schedule: ``(update) -> factor`` of the learning rate.
       all_mean: the mean of a tree over devices; called once a gradient step, with gradients and
         metrics together.
       device_index: this device's number.
@@ -187,7 +219,7 @@ def make_update(
       steps. ``key`` is the same on all devices.
     """
 
-    gradient_step = _make_gradient_step(agent, optimizer, anneal, all_mean)
+    gradient_step = _make_gradient_step(agent, optimizer, schedule, all_mean)
 
     def update(
         train_state: TrainState, trajectory: Trajectory, key: Array

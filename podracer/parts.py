@@ -14,7 +14,7 @@ import optax
 from podracer import mesh as mesh_lib
 from podracer.agents import AGENTS
 from podracer.config import Config, Sizes
-from podracer.learner import Update, make_anneal, make_optimizer, make_update
+from podracer.learner import Update, make_optimizer, make_schedule, make_update
 from podracer.nets import actor_critic
 from podracer.types import Agent, Array, Spec, TrainState
 
@@ -60,7 +60,9 @@ def make(config: Config, spec: Spec, sizes: Sizes) -> Parts:
         agent,
         optimizer,
         config.learner,
-        anneal=make_anneal(config.learner, sizes.num_updates),
+        schedule=make_schedule(
+            config.learner, sizes.num_updates, sizes.steps_per_update // config.num_minibatches
+        ),
         all_mean=mesh_lib.all_mean,
         device_index=mesh_lib.device_index,
     )

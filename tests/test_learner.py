@@ -17,6 +17,9 @@ def config(**changes) -> LearnerConfig:
         "optimizer": "adam",
         "learning_rate": 0.1,
         "anneal": False,
+        "warmup": 0,
+        "batch_rule": "none",
+        "reference_batch": 0,
         "epsilon": 1e-5,
         "max_grad_norm": 0.0,
         "num_epochs": 2,
@@ -46,7 +49,7 @@ def run(cfg, data, *, state=None, stop_above=None, **kwargs):
         quadratic(stop_above),
         optimizer,
         cfg,
-        anneal=learner.make_anneal(cfg, 4),
+        schedule=learner.make_schedule(cfg, 4, 8),
         all_mean=lambda x: x,
         device_index=lambda: 0,
         **kwargs,
@@ -137,6 +140,34 @@ def test_learning_rate_anneals_to_zero_over_the_run(stop_above):
             state = _moved(state, 0.0)
     expected = [1, 0.75, 0.5, 0.25, 0] if stop_above is None else [1, 0.75, 0.25, 0, 0]
     np.testing.assert_allclose(factors, expected, atol=1e-5)
+
+
+def factors(updates, **changes) -> list[float]:
+    """What the learning rate is multiplied by in each update of a run, with batches of 400."""
+    schedule = learner.make_schedule(config(**changes), updates, 400)
+    return [float(schedule(jnp.int32(n))) for n in range(updates)]
+
+
+def test_the_learning_rate_follows_the_batch_by_a_rule():
+    np.testing.assert_allclose(factors(3), 1)
+    np.testing.assert_allclose(factors(3, batch_rule="linear", reference_batch=100), 4)
+    np.testing.assert_allclose(factors(3, batch_rule="sqrt", reference_batch=100), 2)
+    np.testing.assert_allclose(factors(3, batch_rule="sqrt", reference_batch=1600), 0.5)
+    for wrong in (
+        {"batch_rule": "cubic"},
+        {"batch_rule": "linear"},
+        {"reference_batch": 100},
+        {"warmup": -1},
+    ):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            config(**wrong)
+
+
+def test_the_learning_rate_warms_up():
+    linear = {"batch_rule": "linear", "reference_batch": 100}
+    np.testing.assert_allclose(factors(6, warmup=4, **linear), [1, 2, 3, 4, 4, 4])
+    np.testing.assert_allclose(factors(6, warmup=2, anneal=True), [0.5, 1, 1, 0.75, 0.5, 0.25])
+    np.testing.assert_allclose(factors(3, warmup=1), 1)
 
 
 def _moved(state, w):

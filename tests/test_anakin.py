@@ -30,8 +30,8 @@ def after(config, num_devices, calls=1):
     ("agent", "core"),
     [
         ("ppo", "none"),
-        ("vtrace", "gru"),
-        # Compiling for four meshes is what takes long; these two more, by .ci/run.
+        # Compiling for four meshes is what takes long; these three more, by .ci/run.
+        pytest.param("vtrace", "gru", marks=pytest.mark.slow),
         pytest.param("ppo", "gru", marks=pytest.mark.slow),
         pytest.param("vtrace", "none", marks=pytest.mark.slow),
     ],

@@ -15,7 +15,7 @@ def config(**changes):
     return make_config(
         **{
             "num_envs": 16,
-            "cpu_devices": 4,
+            "cpu_devices": 2,
             "total_steps": 16 * 8 * 5,
             "evaluation__every": 2,
             "checkpoint__every": 2,

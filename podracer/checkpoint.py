@@ -125,7 +125,7 @@ def _score(metrics: Mapping[str, float | None]) -> float:
     return -math.inf if score is None else score
 
 
-def _manager(folder: epath.Path, keep: int, *, read_only: bool = False) -> ocp.CheckpointManager:
+def _manager(folder: epath.Path, keep: int = 1, *, writes: bool = True) -> ocp.CheckpointManager:
     policies = ocp.checkpoint_managers
     preserve = [policies.LatestN(keep), policies.BestN(get_metric_fn=_score, n=1)]
     return ocp.CheckpointManager(
@@ -139,9 +139,8 @@ def _manager(folder: epath.Path, keep: int, *, read_only: bool = False) -> ocp.C
             best_fn=_score,
             preservation_policy=policies.AnyPreservationPolicy(preserve),
             # What a process that was killed has left half-written.
-            cleanup_tmp_directories=not read_only,
-            create=not read_only,
-            read_only=read_only,
+            cleanup_tmp_directories=writes,
+            create=writes,
         ),
     )
 
@@ -280,12 +279,12 @@ def load_weights(workdir: epath.PathLike, which: str, like: Weights) -> tuple[We
     Raises:
       ConfigError: there are none, or of other shapes.
     """
-    folder = epath.Path(workdir) / FOLDER
+    folder = epath.Path(workdir).resolve() / FOLDER
     if which not in WHICH:
         raise unknown("choice of weights", which, WHICH)
     if not folder.exists():
         raise ConfigError(f"{str(workdir)!r} holds no checkpoints")
-    manager = _manager(folder, 1, read_only=True)
+    manager = _manager(folder, writes=False)
     step = manager.latest_step() if which == "last" else manager.best_step()
     if step is None:
         raise ConfigError(f"{str(workdir)!r} holds no checkpoint that is whole")

@@ -297,10 +297,12 @@ def test_an_environment_that_has_no_name_for_gymnax_is_not_drawn():
         render.check("my_module:Nameless", gymnax.adapt(Nameless(), "my_module:Nameless", {}))
 
 
-def test_a_run_s_checkpoints_are_what_is_judged(tmp_path, capsys):
-    run = anakin.train(make_config(total_steps=2048), tmp_path / "run", quiet=True)
+def test_a_run_s_checkpoints_are_what_is_judged(tmp_path, monkeypatch, capsys):
+    """In a folder that is given as users give it, relative to where they are."""
+    monkeypatch.chdir(tmp_path)
+    run = anakin.train(make_config(total_steps=2048), "run", quiet=True)
     for which in ("last", "best"):
-        arguments = (f"--workdir={tmp_path / 'run'}", f"--weights={which}", "--json")
+        arguments = ("--workdir=run", f"--weights={which}", "--json")
         assert command(*arguments, f"--gif={tmp_path}/out.gif", "--gif_frames=5") == cli.OK
         result = json.loads(capsys.readouterr().out)
         assert result["return_mean"] == run.summary["eval_return_mean"]

@@ -106,7 +106,7 @@ def test_a_seed_is_one_set_of_episodes(left_by):
     ("train", "changes"),
     [
         (anakin.train, {"env": "gymnax:CartPole-v1", "network__core": "gru"}),
-        (sebulba.train, {"env": "envpool:CartPole-v1"}),
+        pytest.param(sebulba.train, {"env": "envpool:CartPole-v1"}, marks=pytest.mark.slow),
     ],
 )
 def test_the_run_s_own_last_evaluation_comes_again(train, changes, tmp_path, monkeypatch):

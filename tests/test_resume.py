@@ -78,8 +78,11 @@ def until_done(train, run, workdir) -> tuple:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"cpu_devices": 8},
-        {"agent": "vtrace", "network__core": "gru", "normalize_observations": True},
+        {"cpu_devices": 8, "normalize_observations": True},
+        pytest.param(
+            {"agent": "vtrace", "network__core": "gru", "normalize_observations": True},
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"normalize_rewards": True, "cpu_devices": 1}, marks=pytest.mark.slow),
         pytest.param({"agent": "vtrace", "cpu_devices": 8}, marks=pytest.mark.slow),
         pytest.param({"network__core": "lstm", "stagger": 3}, marks=pytest.mark.slow),

@@ -58,7 +58,6 @@ class Options:
                 f"profile={self.profile} must not be negative, and needs a workdir to write to"
             )
 
-
     @property
     def address(self) -> Address:
         """Where the other processes are."""

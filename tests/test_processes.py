@@ -14,14 +14,15 @@ import time
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 
-from podracer import anakin, cli, drift, mesh, processes, sebulba, watchdog
+from podracer import anakin, checkpoint, cli, drift, mesh, processes, sebulba, watchdog
 from podracer.errors import ConfigError, DriftError
 from podracer.session import Session
 from podracer.watchdog import State, Store, Watchdog
 from tests.helpers import make_config
-from tests.test_resume import last_arrays
 
 ROOT = pathlib.Path(__file__).parent.parent
 ENVS = {"anakin": "gymnax:CartPole-v1", "sebulba": "dummy:counting"}
@@ -108,9 +109,27 @@ def steps(workdir) -> list[int]:
     return sorted(int(path.name) for path in (workdir / "checkpoints").iterdir())
 
 
+def last_arrays(workdir) -> dict[str, np.ndarray]:
+    """All arrays of the newest checkpoint, whatever devices saved it."""
+    items = (checkpoint.WEIGHTS, checkpoint.REST)
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    with checkpoint._manager(workdir / checkpoint.FOLDER, 1, read_only=True) as manager:
+        there = manager.item_metadata(manager.latest_step())
+        shapes = {
+            item: {
+                k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
+                for k, x in there[item].items()
+            }
+            for item in items
+        }
+        wanted = {item: ocp.args.StandardRestore(x) for item, x in shapes.items()}
+        found = manager.restore(manager.latest_step(), args=ocp.args.Composite(**wanted))
+    return {f"{item}/{k}": np.asarray(x) for item in items for k, x in found[item].items()}
+
+
 def check_same(one, many, architecture: str) -> None:
     """Two runs have learned the same, up to float rounding."""
-    states = [last_arrays(workdir) for workdir in (one, many)]
+    states = [last_arrays(epath.Path(workdir)) for workdir in (one, many)]
     assert states[0].keys() == states[1].keys()
     for name, x in states[0].items():
         np.testing.assert_allclose(states[1][name], x, rtol=1e-3, atol=1e-5, err_msg=name)

@@ -172,6 +172,10 @@ class _Meeting:
         number, late = known.max(0)
         return int(number) or None, bool(late)
 
+    def saved(self) -> None:
+        """What was told before that is out of date; a signal will be told again."""
+        self._told = None
+
 
 class _Keeper:
     """Judges and saves a run, and ends it where it is asked to."""
@@ -286,13 +290,15 @@ def run(
                 check(state.train.weights, done)
             if done >= sizes.num_updates or _due(config.evaluation.every, update, done):
                 keeper.judge(state, done, log.row())
-            stop.number, late = meeting.ask()
-            if stop.number is not None:
+            number, late = meeting.ask()
+            if number is not None:
+                stop.number = number
                 log.flush()
                 keeper.end(state, done)
             if session.save_due(update, done) or late:
                 log.flush()
                 keeper.save(state, done)
+                meeting.saved()
         keeper.save(state, sizes.last(progress.update))
         session.finish_saving()
         summary = {**_summary(session.rows[-1], config.seeds, clock), **report()}

@@ -31,7 +31,7 @@ class State(NamedTuple):
       step: environment steps it has reached; None before the first.
       doing: what it does since.
       code: its exit code, if it has come to its end.
-      why: the error that it ended by.
+      why: the error that has come up.
     """
 
     host: str
@@ -75,8 +75,9 @@ def report(heard: Mapping[int, Heard], count: int, now: float) -> str:
             continue
         state, at = heard[index]
         step = "before its first step" if state.step is None else f"step {state.step:,}"
-        does = state.doing if state.code is None else f"ended with code {state.code} {state.why}"
-        lines.append(f"  {name(index, heard)}: {step}, {does}; heard of {now - at:.0f} s ago")
+        does = state.doing if state.code is None else f"ended with code {state.code}"
+        why = f", {state.why}" if state.why else ""
+        lines.append(f"  {name(index, heard)}: {step}, {does}{why}; heard of {now - at:.0f} s ago")
     return "\n".join(lines)
 
 
@@ -127,6 +128,17 @@ class Watchdog:
         this again in time."""
         self._own = self._own._replace(step=step, doing=doing)
         self._moved = time.monotonic()
+
+    def doubt(self, why: str) -> None:
+        """JAX has failed in the main thread, for which the end of another process may be the cause:
+        waits until that is noticed, which ends this one, or is not."""
+        self._own = self._own._replace(why=why)
+        deadline = time.monotonic() + self._timeout_s + self._grace
+        while time.monotonic() < deadline:
+            others = [heard.state for i, heard in self._heard.items() if i != self._index]
+            if others and all(state.why or state.code is not None for state in others):
+                return
+            time.sleep(0.1)
 
     def end(self, code: int, why: str) -> None:
         """The run is over here. After an error, waits a little for the others to end by it, too."""

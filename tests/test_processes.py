@@ -210,7 +210,7 @@ def test_a_signal_to_one_saves_on_all_and_any_number_goes_on(architecture, tmp_p
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_process_is_named(how, victim, tmp_path):
-    changes = {"total_steps": 24 * 8 * 1_000_000, "hosts.timeout_s": 5.0, "num_envs": 24}
+    changes = {"total_steps": 24 * 8 * 1_000_000, "hosts.timeout_s": 15.0, "num_envs": 24}
     with Job("anakin", 3, tmp_path, **changes) as job:
         job.wait_for_rows(3)
         job.processes[victim].send_signal(how)
@@ -225,7 +225,7 @@ def test_a_lost_process_is_named(how, victim, tmp_path):
             # What each had reached, and where this one was.
             assert sum("): step " in line for line in errors.splitlines()) == 3
             assert "podracer/loop.py" in errors
-        assert time.monotonic() - start < 40
+        assert time.monotonic() - start < 60
         if how == signal.SIGSTOP:
             job.processes[victim].send_signal(signal.SIGCONT)
             job.processes[victim].communicate(timeout=60)

@@ -16,6 +16,7 @@ from etils import epath
 
 from podracer.errors import ConfigError, SaveError, unknown
 from podracer.metrics import Row
+from podracer.processes import Processes
 from podracer.types import Array, ArrayTree, Weights
 
 FOLDER, DAMAGED = "checkpoints", "damaged_checkpoints"
@@ -43,7 +44,7 @@ class Progress(NamedTuple):
     pending: Row | None = None
 
 
-def _named(tree: ArrayTree) -> dict[str, Array]:
+def named(tree: ArrayTree) -> dict[str, Array]:
     """A tree's arrays by their path; random keys as the numbers they are made of."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {_name(path): jax.random.key_data(x) if _is_key(x) else x for path, x in paths}
@@ -61,7 +62,7 @@ def _like(tree: ArrayTree) -> tuple[dict[str, jax.ShapeDtypeStruct], Callable[..
     """What is needed to restore a tree: shapes and places by name, and what puts it together."""
     shapes = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-        for name, x in _named(tree).items()
+        for name, x in named(tree).items()
     }
     paths, structure = jax.tree_util.tree_flatten_with_path(tree)
     kinds = {_name(path): jax.random.key_impl(x) if _is_key(x) else None for path, x in paths}
@@ -153,9 +154,17 @@ def _reason(error: Exception) -> str:
 class Checkpoints:
     """The checkpoints of a run in its workdir, written in the background."""
 
-    def __init__(self, workdir: epath.Path, keep: int, warn: Callable[[str], None]):
-        """``warn`` is told, in a line, of what goes wrong without ending the run."""
+    def __init__(
+        self,
+        workdir: epath.Path,
+        keep: int,
+        warn: Callable[[str], None],
+        processes: Processes,
+    ):
+        """``warn`` is told, in a line, of what goes wrong without ending the run; all
+        ``processes`` save and restore their parts together."""
         self._workdir, self._keep, self._warn = workdir, keep, warn
+        self._processes = processes
         self._manager: ocp.CheckpointManager | None = _manager(workdir / FOLDER, keep)
         self._failed: str | None = None
 
@@ -195,25 +204,28 @@ class Checkpoints:
 
     def _read(self, step: int, shapes: Mapping[str, Any]) -> tuple[dict[str, Array], Progress]:
         assert self._manager is not None
-        arrays = {k: ocp.args.StandardRestore(x) for k, x in _split(shapes).items()}
-        arguments = ocp.args.Composite(**arrays, **{PROGRESS: ocp.args.JsonRestore()})
+        items = {k: ocp.args.StandardRestore(x) for k, x in _split(shapes).items()}
+        arguments = ocp.args.Composite(**items, **{PROGRESS: ocp.args.JsonRestore()})
         found = self._manager.restore(step, args=arguments)
-        named, progress = _join(found), dict(found[PROGRESS])
+        arrays, progress = _join(found), dict(found[PROGRESS])
         expected = progress.pop("checksum")
-        if (got := int(checksum(named))) != expected:
+        if (got := int(checksum(arrays))) != expected:
             raise ValueError(f"its checksum is {got}, not {expected}")
-        return named, Progress(**progress)
+        return arrays, Progress(**progress)
 
     def _set_aside(self, damaged: Mapping[int, str]) -> None:
         """Moves damaged checkpoints away: their numbers will be needed again."""
+        if damaged:
+            self._processes.from_first("damaged", lambda: self._move(damaged))
+            self._manager = _manager(self._workdir / FOLDER, self._keep)
+
+    def _move(self, damaged: Mapping[int, str]) -> None:
         for step, reason in damaged.items():
             aside = self._workdir / DAMAGED
             aside.mkdir(parents=True, exist_ok=True)
             target = aside / f"{step}.{len(list(aside.iterdir()))}"
             (self._workdir / FOLDER / str(step)).rename(target)
             self._warn(f"checkpoint {step} is damaged and now {target} ({reason})")
-        if damaged:
-            self._manager = _manager(self._workdir / FOLDER, self._keep)
 
     def save(self, state: ArrayTree, progress: Progress, score: float | None) -> None:
         """Saves while training goes on. If that fails, it is told of, and older ones stay.
@@ -229,10 +241,10 @@ class Checkpoints:
             self._manager = self._manager or _manager(self._workdir / FOLDER, self._keep)
             if progress.update in self._manager.all_steps():
                 return
-            named = _named(state)
-            content = {**progress._asdict(), "checksum": int(jax.device_get(checksum(named)))}
-            arrays = {k: ocp.args.StandardSave(x) for k, x in _split(named).items()}
-            arguments = ocp.args.Composite(**arrays, **{PROGRESS: ocp.args.JsonSave(content)})
+            arrays = named(state)
+            content = {**progress._asdict(), "checksum": int(jax.device_get(checksum(arrays)))}
+            items = {k: ocp.args.StandardSave(x) for k, x in _split(arrays).items()}
+            arguments = ocp.args.Composite(**items, **{PROGRESS: ocp.args.JsonSave(content)})
             metrics = {"score": score}
             self._manager.save(progress.update, args=arguments, metrics=metrics, force=True)
             self._failed = None
@@ -292,7 +304,7 @@ def load_weights(workdir: epath.PathLike, which: str, like: Weights) -> tuple[We
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     wanted = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or here)
-        for name, x in _named(like).items()
+        for name, x in named(like).items()
     }
     for name in sorted(there.keys() | wanted.keys()):
         shapes = [tuple(x[name].shape) if name in x else None for x in (there, wanted)]
@@ -302,6 +314,6 @@ def load_weights(workdir: epath.PathLike, which: str, like: Weights) -> tuple[We
                 f"{shapes[0]} there and {shapes[1]} here"
             )
     arguments = ocp.args.Composite(**{WEIGHTS: ocp.args.StandardRestore(wanted)})
-    named = manager.restore(step, args=arguments)[WEIGHTS]
+    found = manager.restore(step, args=arguments)[WEIGHTS]
     manager.close()
-    return jax.tree_util.tree_map_with_path(lambda path, _: named[_name(path)], like), step
+    return jax.tree_util.tree_map_with_path(lambda path, _: found[_name(path)], like), step

@@ -1,25 +1,33 @@
 """The command line, the same for every architecture: flags in, exit code out.
 
 Exit codes: 0 done; 2 an impossible setting, found before anything compiled; 3 a loss or gradient
-became NaN or infinite; 4 an actor thread failed or hangs; 5 the run can't be saved or read back;
-42 ended by SIGTERM, to be started again; 130 interrupted. After 42 and 130 the run has been saved.
+became NaN or infinite; 4 an actor thread failed or hangs, or another process is gone; 5 the run
+can't be saved or read back; 6 devices that must hold the same weights don't; 42 ended by SIGTERM,
+to be started again; 130 interrupted. After 42 and 130 the run has been saved.
 """
 
 import ast
+import multiprocessing
+import os
 import pathlib
 import signal
 import sys
+import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
+import jax
 from absl import flags
 from ml_collections import config_flags
 
+from podracer import processes
 from podracer.config import default_config
 from podracer.errors import (
     ActorError,
     ConfigError,
     DivergedError,
+    DriftError,
     PreemptedError,
     SaveError,
     unknown,
@@ -33,18 +41,16 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     "init_from": (flags.DEFINE_string, "Workdir of another run, whose last weights to begin with"),
     "quiet": (flags.DEFINE_bool, "Print nothing but errors"),
     "verbose": (flags.DEFINE_bool, "Show all values of each row of metrics"),
+    "coordinator": (flags.DEFINE_string, "HOST:PORT of process 0, where JAX finds no cluster"),
+    "num_processes": (flags.DEFINE_integer, "Processes in all; 1 runs this one alone"),
+    "process_id": (flags.DEFINE_integer, "Of this process, from 0 on"),
     "profile": (flags.DEFINE_integer, "Write a trace of so many updates into WORKDIR/profile"),
 }
 # Sections whose keys are an environment's to know.
 OPEN_SECTIONS = ("env_params", "env_kwargs")
-OK, BAD_CONFIG, DIVERGED, ACTOR, UNSAVED, PREEMPTED, INTERRUPTED = 0, 2, 3, 4, 5, 42, 130
-CODES = {
-    ConfigError: BAD_CONFIG,
-    DivergedError: DIVERGED,
-    ActorError: ACTOR,
-    SaveError: UNSAVED,
-    PreemptedError: PREEMPTED,
-}
+ERRORS = (ConfigError, DivergedError, ActorError, SaveError, DriftError, PreemptedError)
+BAD_CONFIG, DIVERGED, ACTOR, UNSAVED, DRIFTED, PREEMPTED = (error.code for error in ERRORS)
+OK, FAILED, INTERRUPTED = 0, 1, 130
 
 
 def _config_path(argv: Sequence[str]) -> pathlib.Path:
@@ -155,9 +161,9 @@ def exit_code(command: Callable[[], Any]) -> int:
     """Runs a command and says in one line what went wrong; returns the exit code."""
     try:
         command()
-    except tuple(CODES) as error:
+    except ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
-        return CODES[type(error)]
+        return error.code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -183,8 +189,34 @@ def main(train: Callable[..., Any], argv: Sequence[str] | None = None) -> int:
     before = signal.signal(signal.SIGTERM, _end)
     try:
         return exit_code(command)
+    except Exception:
+        # Python would wait for the other processes before it tells the error.
+        if not processes.forsaken():
+            raise
+        traceback.print_exc()
+        return FAILED
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process, and does not wait for what may never come."""
+    # A thread that hangs can't be ended: Python would wait for it, or crash in its C++. JAX would
+    # wait for the other processes, which are being ended by their watchdogs.
+    forsaken = processes.forsaken()
+    hangs = any(
+        thread is not threading.main_thread() and not thread.name.startswith("watchdog")
+        for thread in threading.enumerate()
+    )
+    if not forsaken:
+        jax.distributed.shutdown()
+    if hangs or forsaken:
+        for child in multiprocessing.active_children():
+            child.kill()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _end(*_: object) -> None:

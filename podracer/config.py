@@ -19,6 +19,7 @@ from podracer.agents.vtrace import VTraceConfig
 from podracer.errors import ConfigError, unknown
 from podracer.learner import LearnerConfig
 from podracer.nets.actor_critic import NetworkConfig
+from podracer.processes import HostsConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +162,7 @@ class Config:
       vtrace: see ``agents.vtrace.VTraceConfig``.
       evaluation: see ``EvaluationConfig``.
       checkpoint: see ``CheckpointConfig``.
+      hosts: see ``processes.HostsConfig``.
       logging: see ``LoggingConfig``.
       sebulba: see ``SebulbaConfig``; Anakin has no use for it.
     """
@@ -197,6 +199,7 @@ class Config:
     vtrace: VTraceConfig = dataclasses.field(default_factory=VTraceConfig)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    hosts: HostsConfig = dataclasses.field(default_factory=HostsConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
     sebulba: SebulbaConfig = dataclasses.field(default_factory=SebulbaConfig)
 

@@ -131,11 +131,12 @@ class HostEvaluation:
         agent: Agent,
         config: EvaluationConfig,
         make_pool: Callable[[], Pool],
+        ids: np.ndarray | None = None,
     ):
-        """``make_pool`` builds a pool of ``config.episodes`` environments."""
+        """``make_pool`` builds a pool of the episodes ``ids``; of all, if none are named."""
         self._config, self._make_pool = config, make_pool
         self._pool: Pool | None = None
-        self._ids = np.arange(config.episodes, dtype=np.int32)
+        self._ids = np.arange(config.episodes, dtype=np.int32) if ids is None else ids
 
         def act(weights: Weights, state: HostState, key: Array, count: Array):
             keys = rollout.env_keys(jax.random.fold_in(key, count), state.env_id, 1)[0]

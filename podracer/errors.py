@@ -9,21 +9,37 @@ from typing import Any
 class ConfigError(ValueError):
     """An impossible setting, found before anything compiles. The commands exit with code 2."""
 
+    code = 2
+
 
 class DivergedError(RuntimeError):
     """A loss or a gradient became NaN or infinite. The commands exit with code 3."""
+
+    code = 3
 
 
 class ActorError(RuntimeError):
     """An actor thread failed or hangs. The commands exit with code 4."""
 
+    code = 4
+
 
 class SaveError(RuntimeError):
     """What a run has learned can't be written or read back. The commands exit with code 5."""
 
+    code = 5
+
+
+class DriftError(RuntimeError):
+    """Devices that must hold the same weights don't. The commands exit with code 6."""
+
+    code = 6
+
 
 class PreemptedError(RuntimeError):
     """The system asked the run to end; it has been saved. The commands exit with code 42."""
+
+    code = 42
 
 
 def check_kwargs(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:

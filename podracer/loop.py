@@ -1,11 +1,14 @@
 """The loop around a compiled step: metrics one call late, evaluation, checkpoints, every end."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
 
+from podracer import drift
+from podracer import mesh as mesh_lib
 from podracer.checkpoint import Progress
 from podracer.config import Config, Sizes
 from podracer.curves import mean_and_interval
@@ -149,29 +152,64 @@ class _Log:
             self._session.write(self.row(), self._clock)
 
 
+class _Meeting:
+    """What is asked of a run between calls by a signal or a clock, alike in all processes.
+
+    Several processes answer with what was known one call ago: so it travels while devices work.
+    """
+
+    def __init__(self, session: Session, mesh: jax.sharding.Mesh):
+        self._session, self._mesh = session, mesh
+        self._told: Callable[[], np.ndarray] | None = None
+
+    def ask(self) -> tuple[int | None, bool]:
+        """The signal that has come, if one has, and whether it is time to save."""
+        session = self._session
+        now = np.array([session.stop.number or 0, session.save_late()], np.float64)
+        told = mesh_lib.tell_all(now, self._mesh)
+        before, self._told = self._told, told
+        known = told() if session.processes.count == 1 else before() if before else 0 * now[None]
+        number, late = known.max(0)
+        return int(number) or None, bool(late)
+
+    def saved(self) -> None:
+        """What was told before that is out of date; a signal will be told again."""
+        self._told = None
+
+
 class _Keeper:
     """Judges and saves a run, and ends it where it is asked to."""
 
     def __init__(
         self,
         evaluate: Callable[[Any], Episodes],
-        seeds: Sequence[int],
+        check: Callable[[Weights, int], None],
+        config: Config,
+        sizes: Sizes,
         session: Session,
         clock: Clock,
         best: float | None,
     ):
-        self._evaluate, self._seeds, self._best = evaluate, seeds, best
+        self._evaluate, self._check, self._best = evaluate, check, best
+        self._config, self._sizes = config, sizes
         self._session, self._clock = session, clock
+
+    def reached(self, update: int, doing: str) -> None:
+        """Lets other processes know."""
+        self._session.processes.reached(update * self._sizes.steps_per_update, doing)
 
     def judge(self, state: Any, update: int, row: Row) -> None:
         """Completes a row by an evaluation; the best one so far is saved."""
-        stop, clock = self._session.stop, self._clock
+        stop, clock, seeds = self._session.stop, self._clock, self._config.seeds
+        self.reached(update, "evaluating")
+        # One of several processes can't leave the others alone in it.
+        alone = self._session.processes.count == 1
         try:
-            with stop.raising(), clock.measure("evaluation"):
+            with stop.raising() if alone else nullcontext(), clock.measure("evaluation"):
                 episodes = jax.device_get(self._evaluate(state))
         except Interrupted:
             self.end(state, update, pending=row)
-        self._session.write({**row, **_row(_eval_row, episodes, self._seeds)}, clock)
+        self._session.write({**row, **_row(_eval_row, episodes, seeds)}, clock)
         score = float(episodes.ret.mean())
         if self._best is None or score > self._best:
             self._best = score
@@ -182,7 +220,10 @@ class _Keeper:
     ) -> None:
         """Saves the run while it goes on; metrics up to here have been written."""
         clock = self._clock
+        self.reached(update, "saving")
         with clock.measure("checkpoint"):
+            # What is saved is one device's.
+            self._check(state.train.weights, update)
             progress = Progress(update, clock.total(), dict(clock.seconds), self._best, pending)
             self._session.save(state, progress, score)
 
@@ -204,6 +245,7 @@ def run(
     sizes: Sizes,
     session: Session,
     clock: Clock,
+    mesh: jax.sharding.Mesh,
     report: Callable[[], dict[str, Any]] = dict,
 ) -> Result:
     """Calls ``step`` until the run is over, or is asked to end.
@@ -221,32 +263,42 @@ def run(
       sizes: of the run.
       session: where rows and checkpoints go.
       clock: keeps what time went to; compiling is in it already.
+      mesh: of the devices that learn.
       report: more for the summary, asked for at the end.
 
     Raises:
       DivergedError: a loss or gradient became NaN or infinite; what was written stays.
+      DriftError: devices no longer hold the same weights.
       PreemptedError: SIGTERM came; the run has been saved.
       KeyboardInterrupt: SIGINT came; the run has been saved.
       SaveError: metrics or the last checkpoint could not be written.
     """
     log = _Log(config.seeds, sizes, session, clock, progress.update)
-    keeper = _Keeper(evaluate, config.seeds, session, clock, progress.best)
+    check = drift.make_check(mesh)
+    keeper = _Keeper(evaluate, check, config, sizes, session, clock, progress.best)
+    meeting = _Meeting(session, mesh)
     with session.stop as stop, jax.transfer_guard("disallow"):
         if progress.pending is not None:
             keeper.judge(state, progress.update, progress.pending)
         for update in sizes.calls(progress.update):
             session.profile(state, update)
+            keeper.reached(update, "training")
             state, metrics = step(state)
             log.add(update, metrics)
             done = update + sizes.updates_per_call
-            if _evaluation_due(update, done, config, sizes):
+            if _due(config.hosts.drift_every, update, done):
+                check(state.train.weights, done)
+            if done >= sizes.num_updates or _due(config.evaluation.every, update, done):
                 keeper.judge(state, done, log.row())
-            if stop.number is not None:
+            number, late = meeting.ask()
+            if number is not None:
+                stop.number = number
                 log.flush()
                 keeper.end(state, done)
-            if session.save_due(update, done):
+            if session.save_due(update, done) or late:
                 log.flush()
                 keeper.save(state, done)
+                meeting.saved()
         keeper.save(state, sizes.last(progress.update))
         session.finish_saving()
         summary = {**_summary(session.rows[-1], config.seeds, clock), **report()}
@@ -272,7 +324,6 @@ def _summary(last: Row, seeds: Sequence[int], clock: Clock) -> dict[str, Any]:
     }
 
 
-def _evaluation_due(before: int, after: int, config: Config, sizes: Sizes) -> bool:
-    """After the last call, and after each that completes another ``evaluation.every`` updates."""
-    every = config.evaluation.every
-    return after >= sizes.num_updates or (every > 0 and after // every > before // every)
+def _due(every: int, before: int, after: int) -> bool:
+    """Whether another so many updates were completed; 0 counts none."""
+    return every > 0 and after // every > before // every

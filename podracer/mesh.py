@@ -8,7 +8,7 @@ own environments and the same weights, and they meet in ``all_mean``.
 import contextlib
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +31,8 @@ SHARDED_SECOND = P(None, AXIS)
 def start(cpu_devices: int, *, wanted: bool) -> list[Device]:
     """Starts JAX, and gives the devices to run on: all of all processes, or so many on a CPU.
 
+    Those of a process are neighbours.
+
     Args:
       cpu_devices: how many devices to split the CPU into, if that is where JAX runs.
       wanted: the number is the user's word, not our default. As a default it gives way to what the
@@ -47,15 +49,15 @@ def start(cpu_devices: int, *, wanted: bool) -> list[Device]:
         # Refused once JAX is in use. It then runs with what it has, which we check below.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", cpu_devices)
-    devices, local = jax.devices(), jax.local_devices()
-    if devices[0].platform != "cpu" or (said and not wanted):
-        return devices
+    local = jax.local_devices()
+    of_process = [jax.local_devices(process_index=p) for p in range(jax.process_count())]
+    if local[0].platform != "cpu" or (said and not wanted):
+        return [device for some in of_process for device in some]
     if wanted and len(local) < cpu_devices:
         raise ConfigError(
             f"cpu_devices={cpu_devices}, but JAX already runs with {len(local)}; set it before the "
             f"first use of JAX, or by the environment variable JAX_NUM_CPU_DEVICES={cpu_devices}"
         )
-    of_process = (jax.local_devices(process_index=p) for p in range(jax.process_count()))
     return [device for some in of_process for device in some[:cpu_devices]]
 
 
@@ -167,6 +169,35 @@ def from_parts(parts: Sequence[ArrayTree], mesh: Mesh, specs: Any) -> ArrayTree:
         shapes,
         *parts,
     )
+
+
+@cache
+def _replicate(mesh: Mesh) -> Callable[[Array], Array]:
+    return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, REPLICATED))
+
+
+def tell_all(numbers: np.ndarray, mesh: Mesh) -> Callable[[], np.ndarray]:
+    """Begins to exchange numbers between processes, over the devices of a mesh.
+
+    All processes must call this in the same order.
+
+    Args:
+      numbers: of this process, ``[N]`` float64; they arrive bit for bit.
+      mesh: with devices of every process, those of one being neighbours.
+
+    Returns:
+      What waits for the numbers of all, ``[processes, N]``.
+    """
+    owners = [device.process_index for device in mesh.devices.flat]
+    firsts = [owners.index(p) for p in dict.fromkeys(owners)]
+    if len(firsts) == 1:
+        return lambda: numbers[None]
+    # Half numbers: there are no 64 bits on a device unless JAX is told so.
+    mine = numbers.view(np.uint32)[None]
+    parts = [jax.device_put(mine, d) for d in mesh.local_devices]
+    sharding, shape = NamedSharding(mesh, SHARDED), (mesh.size, mine.shape[1])
+    told = _replicate(mesh)(jax.make_array_from_single_device_arrays(shape, sharding, parts))
+    return lambda: jax.device_get(local(told))[firsts].view(np.float64)
 
 
 def local(tree: ArrayTree) -> ArrayTree:

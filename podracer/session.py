@@ -18,6 +18,7 @@ from podracer.config import Config, Sizes
 from podracer.errors import ConfigError
 from podracer.metrics import Clock, Row
 from podracer.plot import draw_run
+from podracer.processes import Address, Processes
 from podracer.profile import Profile
 from podracer.screen import Screen
 from podracer.signals import StopSignals
@@ -37,6 +38,8 @@ class Options:
       quiet: print nothing.
       verbose: show all values of each row of metrics.
       profile: write a trace of so many updates into WORKDIR/profile, for XProf or TensorBoard.
+      coordinator, num_processes, process_id: see ``processes.Address``. A workdir must be reached
+        by all processes.
     """
 
     workdir: epath.PathLike | None = None
@@ -45,6 +48,9 @@ class Options:
     quiet: bool = False
     verbose: bool = False
     profile: int = 0
+    coordinator: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
 
     def __post_init__(self):
         if self.profile < 0 or (self.profile and self.workdir is None):
@@ -52,49 +58,76 @@ class Options:
                 f"profile={self.profile} must not be negative, and needs a workdir to write to"
             )
 
+    @property
+    def address(self) -> Address:
+        """Where the other processes are."""
+        return Address(self.coordinator, self.num_processes, self.process_id)
+
 
 class Session:
     """What a run keeps and shows; a context manager, so that all is let go of however it ends.
 
     Attributes:
+      processes: that share the run.
       stop: whether the run has been asked to end.
     """
 
-    def __init__(self, architecture: str, config: Config, sizes: Sizes, options: Options):
-        """Claims the workdir.
+    def __init__(
+        self,
+        architecture: str,
+        config: Config,
+        sizes: Sizes,
+        options: Options,
+        processes: Processes | None = None,
+    ):
+        """Claims the workdir. Of several processes the first one does, and it alone writes there
+        and prints; all save and restore.
 
         Args:
           architecture: "anakin" or "sebulba".
           config: of the run.
           sizes: of the run.
           options: what else it is given.
+          processes: that share the run; None if this one is alone.
 
         Raises:
           ConfigError: the workdir can't be written to, is in use, or holds another run.
         """
         self._config, self._sizes, self._options = config, sizes, options
         self._architecture = architecture
-        level = "quiet" if options.quiet else "verbose" if options.verbose else "normal"
+        self.processes = processes or Processes()
+        first = self.processes.first
+        quiet = options.quiet or not first
+        level = "quiet" if quiet else "verbose" if options.verbose else "normal"
         self._screen = Screen(level=level)
         self._tracker: trackers.Tracker | None = None
         self._files: Workdir | None = None
         self._checkpoints: Checkpoints | None = None
         self._rows: list[Row] = []
         self._saved_at = time.monotonic()
-        self._profile = Profile(options.profile, options.workdir)
+        self._profile = Profile(options.profile if first else 0, options.workdir)
         self.stop = StopSignals()
         if options.workdir is None:
             return
-        say = self._screen.say
-        self._files = Workdir(options.workdir, restart=options.restart, say=say)
         with ExitStack() as on_error:
-            on_error.callback(self._files.close)
-            if self._files.config is not None:
-                now = {"architecture": architecture, **dataclasses.asdict(config)}
-                for line in check_same_run(self._files.config, now):
-                    say(line)
-            self._checkpoints = Checkpoints(self._files.path, config.checkpoint.keep, say)
+            path = epath.Path(self.processes.from_first("workdir", lambda: self._claim(on_error)))
+            if not first and (path / workdir_lib.METRICS).exists():
+                self._rows = workdir_lib.parse_rows(path / workdir_lib.METRICS)
+            keep, say = config.checkpoint.keep, self._screen.say
+            self._checkpoints = Checkpoints(path, keep, say, self.processes)
             on_error.pop_all()
+
+    def _claim(self, on_error: ExitStack) -> str:
+        """Locks the workdir and gives its whole path."""
+        options, say = self._options, self._screen.say
+        assert options.workdir is not None
+        self._files = files = Workdir(options.workdir, restart=options.restart, say=say)
+        on_error.callback(files.close)
+        if files.config is not None:
+            now = {"architecture": self._architecture, **dataclasses.asdict(self._config)}
+            for line in check_same_run(files.config, now):
+                say(line)
+        return str(files.path)
 
     @property
     def rows(self) -> list[Row]:
@@ -177,16 +210,22 @@ class Session:
     def _rewind(self, progress: Progress, step: int) -> Progress:
         """Drops the rows after this step, and the last one if it waits for its evaluation: it will
         be written again."""
-        if self._files is None:
+        if self._options.workdir is None:
             return progress
-        self._files.keep(step)
+        self._keep(step)
         over = progress.update >= self._sizes.num_updates
         if over and progress.pending is None and "eval/episode_return" not in self.rows[-1]:
             # By the config it was run with, it was not over.
             progress = progress._replace(pending=self.rows[-1])
         if progress.pending is not None:
-            self._files.keep(step - 1)
+            self._keep(step - 1)
         return progress
+
+    def _keep(self, step: int) -> None:
+        if self._files is not None:
+            self._files.keep(step)
+        else:
+            self._rows = [row for row in self._rows if row["step"] <= step]
 
     def write(self, row: Row, clock: Clock) -> None:
         """Adds a row of metrics and shows it."""
@@ -210,10 +249,13 @@ class Session:
 
     def save_due(self, before: int, after: int) -> bool:
         """Whether a checkpoint is due when a run has come from update ``before`` to ``after``."""
-        config = self._config.checkpoint
+        every = self._config.checkpoint.every
+        return every > 0 and after // every > before // every
+
+    def save_late(self) -> bool:
+        """Whether a checkpoint is due by the clock, which other processes read otherwise."""
         minutes = (time.monotonic() - self._saved_at) / 60
-        by_updates = config.every > 0 and after // config.every > before // config.every
-        return by_updates or (config.minutes > 0 and minutes >= config.minutes)
+        return 0 < self._config.checkpoint.minutes <= minutes
 
     def save(self, state: Any, progress: Progress, score: float | None) -> None:
         """Saves the run while it goes on; all rows up to there have been written.
@@ -224,9 +266,9 @@ class Session:
           score: mean return of this very state's evaluation, if there was one.
         """
         self._saved_at = time.monotonic()
-        if self._files is None or self._checkpoints is None:
+        if self._checkpoints is None:
             return
-        if self._files.sync():
+        if self._files is not None and self._files.sync():
             self._screen.say(f"{self._files.path} had been deleted, and is written anew")
         self._checkpoints.save(state, progress, score)
 

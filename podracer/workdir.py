@@ -66,13 +66,14 @@ def read_rows(workdir: epath.PathLike) -> list[Row]:
     path = epath.Path(workdir) / METRICS
     if not path.exists():
         raise ConfigError(f"{str(workdir)!r} has no {METRICS}")
-    rows = _parse_rows(path)
+    rows = parse_rows(path)
     if not rows:
         raise ConfigError(f"{path} has no rows; has the run just begun?")
     return rows
 
 
-def _parse_rows(path: epath.Path) -> list[Row]:
+def parse_rows(path: epath.Path) -> list[Row]:
+    """The rows of a file, as far as they are whole. Raises ``ConfigError`` if a line is none."""
     *lines, _ = path.read_text().split("\n")
     rows = []
     for number, line in enumerate(lines, 1):
@@ -170,7 +171,7 @@ class Workdir:
                     else None
                 )
                 metrics = self.path / METRICS
-                self.rows = _parse_rows(metrics) if metrics.exists() else []
+                self.rows = parse_rows(metrics) if metrics.exists() else []
                 self._metrics = _open_metrics(self.path)
                 on_error.pop_all()
         except OSError as error:

@@ -9,7 +9,8 @@ ROOT = pathlib.Path(__file__).parent.parent / "podracer"
 # From the bottom up. A module imports from lower floors and from its own room.
 FLOORS = [
     ["errors"],
-    ["signals"],
+    ["signals", "watchdog"],
+    ["processes"],
     ["metrics", "types"],
     ["workdir"],
     ["prng", "returns"],
@@ -20,7 +21,7 @@ FLOORS = [
     ["episodes", "parts"],
     ["render", "view"],
     ["checkpoint", "curves", "profile", "screen", "trackers"],
-    ["plot"],
+    ["drift", "plot"],
     ["session"],
     ["loop"],
     ["cli", "look", "anakin", "sebulba"],

@@ -7,10 +7,11 @@ import jax
 from etils import epath
 
 from podracer import config as config_lib
-from podracer import envs, loop, metrics, prng, trackers
+from podracer import envs, loop, metrics, prng, processes, trackers
 from podracer import mesh as mesh_lib
 from podracer.anakin.program import Program, State, lower_step, make_program
 from podracer.config import Config, Sizes
+from podracer.processes import Processes
 from podracer.session import Options, Session
 
 
@@ -60,14 +61,20 @@ def train(config: Any, workdir: epath.PathLike | None = None, **options: Any) ->
     Raises:
       ConfigError: an impossible setting, before anything compiles.
       DivergedError: a loss or gradient became NaN or infinite.
+      DriftError: devices no longer hold the same weights.
       PreemptedError: the run was asked to end by SIGTERM, and has been saved.
       SaveError: the run could not be saved or read back.
     """
-    config = config_lib.parse(config)
+    parsed, given = config_lib.parse(config), Options(workdir, **options)
+    with processes.joined(given.address, parsed.hosts.timeout_s) as joined:
+        return _train(parsed, given, joined)
+
+
+def _train(config: Config, options: Options, joined: Processes) -> loop.Result:
     clock = metrics.Clock()
     with clock.measure("setup"):
         program, sizes = prepare(config)
-        session = Session("anakin", config, sizes, Options(workdir, **options))
+        session = Session("anakin", config, sizes, options, joined)
     layout = {
         "devices": f"{sizes.num_devices} x {jax.devices()[0].device_kind} "
         f"({jax.default_backend()})",
@@ -88,4 +95,5 @@ def train(config: Any, workdir: epath.PathLike | None = None, **options: Any) ->
             sizes=sizes,
             session=session,
             clock=clock,
+            mesh=program.mesh,
         )

@@ -82,8 +82,12 @@ class Learner:
         steps = self._sizes.updates_per_call * self._sizes.steps_per_update
         row["time/steps_per_second"] = steps / (time.monotonic() - start)
         stacked = jax.tree.map(lambda *x: np.stack(x), *losses)
+        # Times and lags are this host's.
+        counts = np.array([*_sum_episodes(unrolls), row["actor/restarts"]], np.float64)
+        *episodes, restarts = mesh_lib.tell_all(counts, self._mesh)().sum(0)
+        row["actor/restarts"] = int(restarts)
         self._publisher.pause()
-        return state, CallMetrics(stacked, _sum_episodes(unrolls), row)
+        return state, CallMetrics(stacked, EpisodeMetrics(*episodes), row)
 
     def _host_row(self, unrolls: Sequence[Unroll], lags: Sequence[int]) -> Row:
         """Lag, restarts, and seconds by what they went to: means an update, and over actors."""

@@ -9,7 +9,7 @@ import numpy as np
 from etils import epath
 
 from podracer import config as config_lib
-from podracer import envs, loop, metrics, prng, trackers
+from podracer import envs, loop, metrics, prng, processes, trackers
 from podracer import mesh as mesh_lib
 from podracer import parts as parts_lib
 from podracer.config import Config, Sizes
@@ -77,10 +77,6 @@ def prepare(config: Config, env: HostEnvironment | None = None) -> Run:
     """
     options = config.sebulba
     trackers.check(config.logging)
-    if jax.process_count() > 1:
-        raise ConfigError(
-            f"Sebulba runs on one process so far, got {jax.process_count()}; Anakin runs on more"
-        )
     if config.num_seeds > 1:
         raise ConfigError(
             f"num_seeds={config.num_seeds} is for environments written in JAX; set it to 1"
@@ -96,13 +92,20 @@ def prepare(config: Config, env: HostEnvironment | None = None) -> Run:
     devices = mesh_lib.start(config.cpu_devices or 1, wanted=config.cpu_devices > 0)
     if devices[0].platform == "cpu":
         memory.keep_freed()
-    split = mesh_lib.split(
-        devices,
-        options.actor_devices,
-        options.learner_devices,
-        options.learners_per_actor,
-    )
-    return make_run(config, env, split, split.learners)
+    hosts = [
+        mesh_lib.split(
+            [device for device in devices if device.process_index == process],
+            options.actor_devices,
+            options.learner_devices,
+            options.learners_per_actor,
+        )
+        for process in range(jax.process_count())
+    ]
+    if len({len(host.learners) for host in hosts}) > 1:
+        counts = ", ".join(str(len(host.learners)) for host in hosts)
+        raise ConfigError(f"all hosts must have as many learner devices, got {counts}")
+    learners = [device for host in hosts for device in host.learners]
+    return make_run(config, env, hosts[jax.process_index()], learners)
 
 
 def make_run(
@@ -141,14 +144,17 @@ def make_run(
 def make_actors(run: Run, update: int = 0) -> list[Actor]:
     """The actor threads of this host, for a run that goes on at this update.
 
-    Thread k of K steps this host's environments k, k + K, k + 2K, ... (see ``program.interleave``).
+    Thread k of K steps this host's environments k, k + K, k + 2K, ... (see ``program.interleave``),
+    which come after those of the hosts before it.
     """
     count = run.num_threads
+    num_envs = run.sizes.envs_per_device * len(run.split.learners)
+    first = jax.process_index() * num_envs
     pool_threads = run.config.sebulba.pool_threads or max(1, config_lib.cpu_cores() // count)
     actors = []
     for k in range(count):
         number = k // run.config.sebulba.threads
-        env_ids = np.arange(k, run.sizes.num_envs, count, dtype=np.int32)
+        env_ids = first + np.arange(k, num_envs, count, dtype=np.int32)
 
         def make_pool(restarts: int, env_ids: np.ndarray = env_ids) -> Pool:
             seeds = pool_seeds(run.config, env_ids, restarts, update)
@@ -185,25 +191,33 @@ def pool_seeds(config: Config, env_ids: np.ndarray, generation: int, update: int
 
 
 def make_evaluate(run: Run, supervisor: Supervisor) -> tuple[HostEvaluation, Any]:
-    """Evaluation on the first actor device, in a thread of its own: there a hang is noticed.
+    """Evaluation on the first actor device, in a thread of its own: there a hang is noticed. Every
+    host plays a part of the episodes.
 
     Returns:
       What to close at the end, and ``(State) -> Episodes``.
     """
     config, device = run.config, run.split.actors[0]
-    ids = config.num_envs + np.arange(config.evaluation.episodes)
+    hosts, host = jax.process_count(), jax.process_index()
+    per_host = -(-config.evaluation.episodes // hosts)
+    ids = np.arange(host * per_host, (host + 1) * per_host, dtype=np.int32)
 
     def make_pool() -> Pool:
         threads = config.sebulba.pool_threads or config_lib.cpu_cores()
-        return run.env.make(pool_seeds(config, ids, 0), threads)
+        return run.env.make(pool_seeds(config, config.num_envs + ids, 0), threads)
 
     make_key = jax.jit(parts_lib.evaluation_key)
-    evaluation = HostEvaluation(run.env, run.parts.agent, config.evaluation, make_pool)
+    evaluation = HostEvaluation(run.env, run.parts.agent, config.evaluation, make_pool, ids)
 
     def evaluate(state: program.State) -> Episodes:
         key = make_key(state.key, state.train.step)
         weights, key = jax.device_put(mesh_lib.local((state.train.weights, key)), device)
-        return supervisor.call("evaluation", lambda: evaluation(weights, key, supervisor.beat))
+        own = supervisor.call("evaluation", lambda: evaluation(weights, key, supervisor.beat))
+        played = mesh_lib.tell_all(np.concatenate(own).astype(np.float64), run.mesh)()
+        # [hosts, 3 * per_host], to all episodes of one host after those of another.
+        ret, length, complete = played.reshape(hosts, 3, per_host).swapaxes(0, 1).reshape(3, -1)
+        episodes = Episodes(ret, length, complete.astype(bool))
+        return jax.tree.map(lambda x: x[: config.evaluation.episodes], episodes)
 
     return evaluation, evaluate
 
@@ -222,17 +236,20 @@ def train(config: Any, workdir: epath.PathLike | None = None, **options: Any) ->
     Raises:
       ConfigError: an impossible setting, before anything compiles.
       DivergedError: a loss or gradient became NaN or infinite.
+      DriftError: devices no longer hold the same weights.
       ActorError: a thread failed or hangs.
       PreemptedError: the run was asked to end by SIGTERM, and has been saved.
       SaveError: the run could not be saved or read back.
     """
+    parsed, given = config_lib.parse(config), Options(workdir, **options)
     clock = metrics.Clock()
-    with clock.measure("setup"):
-        run = prepare(config_lib.parse(config))
-        session = Session("sebulba", run.config, run.sizes, Options(workdir, **options))
-    with session:
-        session.begin(sum(run.split, ()), layout(run))
-        return start(run, session, clock)
+    with processes.joined(given.address, parsed.hosts.timeout_s) as joined:
+        with clock.measure("setup"):
+            run = prepare(parsed)
+            session = Session("sebulba", parsed, run.sizes, given, joined)
+        with session:
+            session.begin(sum(run.split, ()), layout(run))
+            return start(run, session, clock)
 
 
 class Compiled(NamedTuple):
@@ -314,6 +331,7 @@ def start(run: Run, session: Session, clock: metrics.Clock) -> loop.Result:
             sizes=run.sizes,
             session=session,
             clock=clock,
+            mesh=run.mesh,
             report=learner.report,
         )
     # Not where the run fails: its thread may still be in there.
@@ -325,11 +343,12 @@ def layout(run: Run) -> dict[str, str]:
     """What runs where, for people."""
     threads, options = run.num_threads, run.config.sebulba
     actors, learners = ([device.id for device in devices] for devices in run.split)
+    hosts = run.mesh.size // len(learners)
     kind = run.split.actors[0].device_kind
     lag = "free running" if options.free_running else f"lag {options.lag}"
     return {
         "actors": f"devices {actors} ({kind}), {options.threads} threads each, {lag}",
         "learners": f"devices {learners}",
-        "environments": f"{run.sizes.num_envs:,} = {threads} pools of "
-        f"{run.sizes.num_envs // threads:,}",
+        "environments": f"{run.sizes.num_envs:,} = {hosts} hosts with {threads} pools of "
+        f"{run.sizes.num_envs // hosts // threads:,}",
     }

@@ -1,0 +1,368 @@
+"""Runs on several processes: the same learning as on one, one end for all, nobody lost unseen.
+
+Real processes of two CPU devices each, joined over the loopback.
+"""
+
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from etils import epath
+
+from podracer import anakin, checkpoint, cli, drift, mesh, processes, sebulba, watchdog
+from podracer.errors import ConfigError, DriftError
+from podracer.session import Session
+from podracer.watchdog import State, Store, Watchdog
+from tests.helpers import make_config
+
+ROOT = pathlib.Path(__file__).parent.parent
+ENVS = {"anakin": "gymnax:CartPole-v1", "sebulba": "dummy:counting"}
+
+
+@pytest.fixture(autouse=True)
+def eight_devices():
+    """JAX is in use before a run asks for fewer."""
+    assert len(jax.devices()) == 8
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+class Job:
+    """So many processes that run one command; killed at the end, whatever happens."""
+
+    def __init__(self, architecture: str, count: int, workdir, **changes):
+        values = {
+            "env": ENVS[architecture],
+            "num_envs": 16,
+            "unroll_length": 8,
+            "updates_per_call": 1,
+            "cpu_devices": 2,
+            "total_steps": 16 * 8 * 3,
+            "network.hidden": "(16,)",
+            "evaluation.episodes": 6,
+            **changes,
+        }
+        command = [
+            *(sys.executable, "-m", f"podracer.{architecture}", "--config=configs/cartpole.py"),
+            *(f"--config.{key}={value}" for key, value in values.items()),
+            *(f"--workdir={workdir}", f"--num_processes={count}"),
+            f"--coordinator=127.0.0.1:{free_port()}",
+        ]
+        self.workdir = pathlib.Path(workdir)
+        self.processes = [
+            subprocess.Popen(
+                [*command, f"--process_id={number}"],
+                cwd=ROOT,
+                env={**os.environ, "JAX_PLATFORMS": "cpu"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for number in range(count)
+        ]
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+    def wait_for_rows(self, count: int) -> None:
+        deadline = time.monotonic() + 200
+        while len(self.rows()) < count:
+            assert time.monotonic() < deadline
+            ended = [p.communicate()[1] for p in self.processes if p.poll() is not None]
+            assert not ended, ended
+            time.sleep(0.1)
+
+    def rows(self) -> list[dict]:
+        path = self.workdir / "metrics.jsonl"
+        return [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+
+    def finish(self, timeout: float = 240) -> list[tuple[int, str, str]]:
+        """Exit code, output and errors of each."""
+        ended = [p.communicate(timeout=timeout) for p in self.processes]
+        return [(p.returncode, *texts) for p, texts in zip(self.processes, ended, strict=True)]
+
+    def succeed(self) -> None:
+        ended = self.finish()
+        assert [code for code, *_ in ended] == [0] * len(ended), [errors for *_, errors in ended]
+
+
+def steps(workdir) -> list[int]:
+    """Of the checkpoints."""
+    return sorted(int(path.name) for path in (workdir / "checkpoints").iterdir())
+
+
+def last_arrays(workdir) -> dict[str, np.ndarray]:
+    """All arrays of the newest checkpoint, whatever devices saved it."""
+    items = (checkpoint.WEIGHTS, checkpoint.REST)
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    with checkpoint._manager(workdir / checkpoint.FOLDER, 1, read_only=True) as manager:
+        there = manager.item_metadata(manager.latest_step())
+        shapes = {
+            item: {
+                k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
+                for k, x in there[item].items()
+            }
+            for item in items
+        }
+        wanted = {item: ocp.args.StandardRestore(x) for item, x in shapes.items()}
+        found = manager.restore(manager.latest_step(), args=ocp.args.Composite(**wanted))
+    return {f"{item}/{k}": np.asarray(x) for item in items for k, x in found[item].items()}
+
+
+def check_same(one, many, architecture: str) -> None:
+    """Two runs have learned the same, up to float rounding."""
+    states = [last_arrays(epath.Path(workdir)) for workdir in (one, many)]
+    assert states[0].keys() == states[1].keys()
+    for name, x in states[0].items():
+        np.testing.assert_allclose(states[1][name], x, rtol=1e-3, atol=1e-5, err_msg=name)
+    rows = [
+        [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+        for workdir in (one, many)
+    ]
+    for row, other in zip(*rows, strict=True):
+        names = [name for name in row if "time" not in name]
+        assert row.keys() == other.keys()
+        for name in names:
+            assert other[name] == pytest.approx(row[name], rel=1e-3, abs=1e-5), name
+    assert rows[0][-1]["train/episodes"] > 0 or architecture == "anakin"
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("architecture", "agent", "count", "one"),
+    [
+        ("anakin", "ppo", 2, {"cpu_devices": 4}),
+        # Two hosts of one actor and one learner.
+        ("sebulba", "vtrace", 2, {"cpu_devices": 3, "sebulba__actor_devices": (0,)}),
+        pytest.param("anakin", "vtrace", 2, {"cpu_devices": 4}, marks=slow),
+        pytest.param("anakin", "ppo", 4, {"cpu_devices": 8}, marks=slow),
+        pytest.param("anakin", "vtrace", 4, {"cpu_devices": 8}, marks=slow),
+        pytest.param(
+            "sebulba", "ppo", 2, {"cpu_devices": 3, "sebulba__actor_devices": (0,)}, marks=slow
+        ),
+        pytest.param(
+            "sebulba", "ppo", 4, {"cpu_devices": 5, "sebulba__actor_devices": (0,)}, marks=slow
+        ),
+        pytest.param(
+            "sebulba", "vtrace", 4, {"cpu_devices": 5, "sebulba__actor_devices": (0,)}, marks=slow
+        ),
+    ],
+)
+def test_processes_do_what_one_does(architecture, agent, count, one, tmp_path):
+    sizes = {"agent": agent, "num_minibatches": 2, "num_envs": 32, "total_steps": 32 * 8 * 3}
+    with Job(architecture, count, tmp_path / "many", **sizes) as job:
+        train = {"anakin": anakin.train, "sebulba": sebulba.train}[architecture]
+        config = make_config(
+            env=ENVS[architecture], evaluation__episodes=6, learning_rate=1e-3, **sizes, **one
+        )
+        train(config, tmp_path / "one", quiet=True)
+        job.succeed()
+    check_same(tmp_path / "one", tmp_path / "many", architecture)
+    # The first process alone has written.
+    assert len(list((tmp_path / "many" / "tensorboard").iterdir())) == 1
+
+
+@slow
+@pytest.mark.parametrize("architecture", ["anakin", "sebulba"])
+def test_a_signal_to_one_saves_on_all_and_any_number_goes_on(architecture, tmp_path):
+    changes = {"total_steps": 16 * 8 * 100_000, "evaluation.episodes": 2}
+    with Job(architecture, 2, tmp_path, **changes) as job:
+        job.wait_for_rows(3)
+        job.processes[1].send_signal(signal.SIGTERM)
+        ended = job.finish()
+        assert [code for code, *_ in ended] == [cli.PREEMPTED] * 2, ended
+        # Whatever the process was told, it is the first that says it.
+        assert "stops after update" in ended[0][1]
+        assert "stops after update" not in ended[1][1]
+    (saved,) = steps(tmp_path)
+    assert job.rows()[-1]["step"] == saved * 128
+    total = {"total_steps": (saved + 2) * 128}
+    with Job(architecture, 1, tmp_path, **total, cpu_devices=4) as job:
+        job.succeed()
+    assert [row["step"] for row in job.rows()] == [128 * (i + 1) for i in range(saved + 2)]
+    assert steps(tmp_path) == [saved, saved + 2]
+    with Job(architecture, 2, tmp_path, total_steps=(saved + 4) * 128) as job:
+        job.succeed()
+    assert [row["step"] for row in job.rows()] == [128 * (i + 1) for i in range(saved + 4)]
+
+
+@slow
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_process_is_named(how, victim, tmp_path):
+    changes = {"total_steps": 24 * 8 * 1_000_000, "hosts.timeout_s": 15.0, "num_envs": 24}
+    with Job("anakin", 3, tmp_path, **changes) as job:
+        job.wait_for_rows(3)
+        job.processes[victim].send_signal(how)
+        start = time.monotonic()
+        others = [p for number, p in enumerate(job.processes) if number != victim]
+        for process in others:
+            _, errors = process.communicate(timeout=60)
+            assert process.returncode == watchdog.LOST, errors
+            first = errors[errors.index("error: ") :].splitlines()[0]
+            assert f"process {victim} " in first
+            assert not any(f"process {i} " in first for i in {0, 1, 2} - {victim})
+            # What each had reached, and where this one was.
+            assert sum("): step " in line for line in errors.splitlines()) == 3
+            assert "podracer/loop.py" in errors
+        assert time.monotonic() - start < 60
+        if how == signal.SIGSTOP:
+            job.processes[victim].send_signal(signal.SIGCONT)
+            job.processes[victim].communicate(timeout=60)
+            assert job.processes[victim].returncode == watchdog.LOST
+
+
+@slow
+def test_a_failure_of_one_ends_all_with_its_code(tmp_path):
+    # Held by another run: only the first process can know.
+    (tmp_path / "run").mkdir()
+    with Job("anakin", 1, tmp_path / "run", total_steps=10**9) as holder:
+        holder.wait_for_rows(1)
+        with Job("anakin", 2, tmp_path / "run", **{"hosts.timeout_s": 20.0}) as job:
+            ended = job.finish()
+    assert [code for code, *_ in ended] == [cli.BAD_CONFIG] * 2
+    assert "process 0" in ended[1][2]
+    assert "belongs to a run that is going on" in ended[1][2]
+
+
+# ---- What needs no processes.
+
+
+class Messages(dict):
+    """A store."""
+
+    def store(self) -> Store:
+        return Store(self.__setitem__, lambda prefix: dict(self))
+
+
+def said(index: int, **values) -> tuple[str, str]:
+    return f"state/{index}", json.dumps(State(f"host{index}", **values))
+
+
+def verdict(monkeypatch, messages: Messages, seconds: float, step: int | None = None):
+    """What process 0 of three thinks some time later, when only it has gone on talking."""
+    watch = Watchdog(messages.store(), 0, 3, 30.0, ("127.0.0.1", 1))
+    monkeypatch.setattr(watch, "_leave", lambda *_: None)
+    if step is not None:
+        watch.reached(step, "training")
+    deadline = time.monotonic() + 5
+    while len(watch._heard) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    now = time.monotonic() + seconds
+    watch._answered = now
+    watch._heard[0] = watch._heard[0]._replace(at=now)
+    result = watch._verdict(now)
+    watch.end(0, "")
+    return result
+
+
+def test_who_is_missing_is_said(monkeypatch):
+    messages = Messages([said(1, beat=3, step=128), said(2, beat=3, step=128)])
+    assert verdict(monkeypatch, messages, 20) is None
+    code, reason = verdict(monkeypatch, messages, 40)
+    assert code == watchdog.LOST
+    assert "process 1 (host1) and process 2 (host2)" in reason
+    messages.update([said(1, beat=3, step=128, code=0)])
+    assert "heard of process 2 (host2)" in verdict(monkeypatch, messages, 40)[1]
+    messages.update([said(2, code=3, why="DivergedError: NaN")])
+    code, reason = verdict(monkeypatch, messages, 40)
+    assert code == 3
+    assert "process 2 (host2) failed: DivergedError: NaN" in reason
+
+
+def test_who_is_behind_is_said(monkeypatch):
+    messages = Messages([said(1, beat=3, step=64, code=0), said(2, beat=3, step=128, code=0)])
+    assert verdict(monkeypatch, messages, 20, 128) is None
+    code, reason = verdict(monkeypatch, messages, 40, 128)
+    assert code == watchdog.LOST
+    assert "no process has got on for 30 s" in reason
+    assert "behind: process 1 (host1)" in reason
+    assert "process 2" not in reason
+
+
+def test_an_address_is_read_from_the_environment():
+    environment = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "4"}
+    address = processes.Address(num_processes=2, process_id=1)
+    assert processes.from_environment(address, environment) == ("a:1", 2, 1)
+    assert processes.from_environment(processes.Address(), environment) == ("a:1", 4, None)
+    with pytest.raises(ConfigError, match="JAX_PROCESS_ID='x' must be a number"):
+        processes.from_environment(address._replace(process_id=None), {"JAX_PROCESS_ID": "x"})
+
+
+def test_no_cluster_is_one_process_at_once():
+    command = """
+import time, jax
+from podracer import processes
+start = time.monotonic()
+with processes.joined(processes.Address(), 300.0) as joined:
+    assert (joined.index, joined.count, joined.from_first("x", lambda: 7)) == (0, 1, 7)
+assert time.monotonic() - start < 1
+assert not jax.distributed.is_initialized()
+try:
+    processes.join(processes.Address("localhost:1"), 300.0)
+except processes.ConfigError as error:
+    assert "Number of processes must be defined" in str(error), error
+    assert "all three are needed" in str(error)
+else:
+    raise AssertionError
+"""
+    subprocess.run([sys.executable, "-c", command], cwd=ROOT, check=True, timeout=120)
+
+
+def drifted(copies: int, wrong: list[int]) -> jax.Array:
+    """Replicated zeros, but for some devices' copies."""
+    devices = jax.devices()[:copies]
+    parts = [
+        jax.device_put(np.float32([0, 0, 1e-7 if i in wrong else 0]), d)
+        for i, d in enumerate(devices)
+    ]
+    sharding = jax.sharding.NamedSharding(mesh.make_mesh(devices), mesh.REPLICATED)
+    return jax.make_array_from_single_device_arrays((3,), sharding, parts)
+
+
+def test_a_replica_that_drifts_is_named():
+    check = drift.make_check(mesh.make_mesh(jax.devices()[:8]))
+    check({"w": drifted(8, []), "v": drifted(8, [])}, 7)
+    with pytest.raises(DriftError, match=r"update 7 .*: cpu:3 of process 0 differ from 7 of 8"):
+        check({"w": drifted(8, []), "v": drifted(8, [3])}, 7)
+    with pytest.raises(DriftError, match="nobody can tell"):
+        drift.make_check(mesh.make_mesh(jax.devices()[:2]))({"w": drifted(2, [1])}, 7)
+
+
+def test_drift_stops_a_run(tmp_path, monkeypatch):
+    restore = Session.restore
+
+    def drifting(session, state, clock):
+        state, progress = restore(session, state, clock)
+
+        def spoil(x):
+            parts = [s.data + (1.0 if s.device.id == 2 else 0.0) for s in x.addressable_shards]
+            return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
+
+        weights = jax.tree.map(spoil, state.train.weights)
+        return state.replace(train=state.train.replace(weights=weights)), progress
+
+    monkeypatch.setattr(Session, "restore", drifting)
+    config = make_config(cpu_devices=4, total_steps=64 * 20, hosts__drift_every=3, num_envs=8)
+    with pytest.raises(DriftError, match=r"update 3 .*: cpu:2 of process 0 differ from 3 of 4"):
+        anakin.train(config, quiet=True)

@@ -297,13 +297,24 @@ def test_an_environment_that_has_no_name_for_gymnax_is_not_drawn():
         render.check("my_module:Nameless", gymnax.adapt(Nameless(), "my_module:Nameless", {}))
 
 
-def test_a_run_s_checkpoints_are_what_is_judged(tmp_path, capsys):
+def files(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_a_run_s_checkpoints_are_what_is_judged(relative, tmp_path, capsys, caplog, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     run = anakin.train(make_config(total_steps=2048), tmp_path / "run", quiet=True)
+    left = files(tmp_path / "run")
+    caplog.clear()
+    workdir = "run" if relative else tmp_path / "run"
     for which in ("last", "best"):
-        arguments = (f"--workdir={tmp_path / 'run'}", f"--weights={which}", "--json")
+        arguments = (f"--workdir={workdir}", f"--weights={which}", "--json")
         assert command(*arguments, f"--gif={tmp_path}/out.gif", "--gif_frames=5") == cli.OK
         result = json.loads(capsys.readouterr().out)
         assert result["return_mean"] == run.summary["eval_return_mean"]
         assert result["return_std"] == run.summary["eval_return_std"]
         assert result["env_steps"] == run.summary["env_steps"] == 2048
         assert (tmp_path / "out.gif").stat().st_size > 0
+    assert files(tmp_path / "run") == left, "judging only reads"
+    assert not caplog.records, "warned by a library, of what users can't change"

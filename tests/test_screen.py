@@ -378,6 +378,11 @@ def test_a_notebook_that_can_not_draw_has_plain_lines(notebook, monkeypatch, cap
             screen.show(row, SECONDS)
         screen.finish("the closing text")
     assert capsys.readouterr().out.splitlines() == [*PLAIN, "the closing text"]
+    with Screen(level="quiet") as screen:
+        screen.begin(10_000)
+        screen.show(ROWS[0], SECONDS)
+        screen.finish("the closing text")
+    assert capsys.readouterr().out == ""
     assert notebook == ([], [])
 
 

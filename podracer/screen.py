@@ -60,8 +60,15 @@ class Screen:
         quiet, stream = level == "quiet", stream or sys.stdout
         console = Console(file=stream, quiet=quiet, highlight=False)
         if console.is_jupyter and importlib.util.find_spec("ipywidgets") is None:
-            # Nothing could be drawn anew: lines of text, which a notebook keeps as one output.
-            console = Console(file=stream, quiet=quiet, force_jupyter=False, highlight=False)
+            # Nothing could be drawn anew: lines of text, which a notebook keeps as one output. Nor is
+            # it a terminal, though IPython's FORCE_COLOR has rich take it for one.
+            console = Console(
+                file=stream,
+                quiet=quiet,
+                force_jupyter=False,
+                force_terminal=False,
+                highlight=False,
+            )
         self._console = console
         self._level = level
         self._view = View()

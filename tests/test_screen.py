@@ -372,6 +372,8 @@ def test_a_notebook_draws_into_one_output(notebook):
 
 def test_a_notebook_that_can_not_draw_has_plain_lines(notebook, monkeypatch, capsys):
     monkeypatch.setattr(screen_lib.importlib.util, "find_spec", lambda name: None)
+    # As IPython's kernel does.
+    monkeypatch.setenv("FORCE_COLOR", "1")
     with Screen() as screen:
         screen.begin(10_000)
         for row in ROWS:

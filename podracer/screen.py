@@ -60,8 +60,8 @@ class Screen:
         quiet, stream = level == "quiet", stream or sys.stdout
         console = Console(file=stream, quiet=quiet, highlight=False)
         if console.is_jupyter and importlib.util.find_spec("ipywidgets") is None:
-            # Nothing could be drawn anew: lines of text, which a notebook keeps as one output. It is
-            # no terminal, either, though IPython's FORCE_COLOR has rich take it for one.
+            # Nothing could be drawn anew: lines of text, which a notebook keeps as one output. This
+            # is no terminal, though IPython's FORCE_COLOR has rich take it for one.
             console = Console(
                 file=stream,
                 quiet=quiet,

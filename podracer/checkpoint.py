@@ -139,7 +139,8 @@ def _manager(folder: epath.Path, keep: int = 1, *, writes: bool = True) -> ocp.C
         options=ocp.CheckpointManagerOptions(
             best_fn=_score,
             preservation_policy=policies.AnyPreservationPolicy(preserve),
-            # What a process that was killed has left half-written.
+            # What a process that was killed has left half-written. A manager that neither cleans up
+            # nor saves only reads; Orbax's own option for it warns its users of itself.
             cleanup_tmp_directories=writes,
             create=writes,
         ),
@@ -291,6 +292,7 @@ def load_weights(workdir: epath.PathLike, which: str, like: Weights) -> tuple[We
     Raises:
       ConfigError: there are none, or of other shapes.
     """
+    # Orbax reads from absolute paths only.
     folder = epath.Path(workdir).resolve() / FOLDER
     if which not in WHICH:
         raise unknown("choice of weights", which, WHICH)

@@ -316,7 +316,7 @@ def _summary(last: Row, seeds: Sequence[int], clock: Clock) -> dict[str, Any]:
         "steps_per_second": last["step"] * len(seeds) / (clock.total() - starting),
         "eval_return_mean": last["eval/episode_return"],
         "eval_return_std": last["eval/episode_return_std"],
-        "eval_episodes": last["eval/episodes"],
+        "eval_episodes": round(last["eval/episodes"]),
         "eval_complete": last["eval/complete"],
         "seed": seeds[0],
         "num_seeds": len(seeds),

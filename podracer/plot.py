@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from podracer import view
 from podracer.curves import INTERVAL, Group, curve, group_runs, read_run
 from podracer.errors import ConfigError
 from podracer.workdir import LEARNING_CURVE, read_config, read_rows
@@ -195,9 +196,7 @@ def draw_run(workdir: str | os.PathLike[str]) -> pathlib.Path | None:
         axes.errorbar(x, y, deviation, fmt="o", ms=4, capsize=3, color=COLORS[1], label=label)
     _format_x(axes, "step")
     axes.set_ylabel("episode return")
-    axes.set_title(
-        f"{config['agent']} on {config['env']}, seed {config['seed']}", fontsize="medium"
-    )
+    axes.set_title(view.title(config), fontsize="medium")
     figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)
     path = pathlib.Path(workdir) / LEARNING_CURVE
     figure.savefig(path, dpi=150)

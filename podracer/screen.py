@@ -57,10 +57,18 @@ class Screen:
           stream: None takes the standard output.
           level: "quiet" shows nothing at all, "verbose" all values of each row.
         """
-        console = Console(file=stream or sys.stdout, quiet=level == "quiet", highlight=False)
+        quiet, stream = level == "quiet", stream or sys.stdout
+        console = Console(file=stream, quiet=quiet, highlight=False)
         if console.is_jupyter and importlib.util.find_spec("ipywidgets") is None:
-            # Nothing could be drawn anew: lines of text, which a notebook keeps as one output.
-            console = Console(file=stream or sys.stdout, force_jupyter=False, highlight=False)
+            # Nothing could be drawn anew: lines of text, which a notebook keeps as one output. This
+            # is no terminal, though IPython's FORCE_COLOR has rich take it for one.
+            console = Console(
+                file=stream,
+                quiet=quiet,
+                force_jupyter=False,
+                force_terminal=False,
+                highlight=False,
+            )
         self._console = console
         self._level = level
         self._view = View()

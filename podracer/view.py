@@ -333,4 +333,6 @@ def _color(name: str) -> str:
 
 def title(config: Mapping[str, Any]) -> str:
     """What a run is called, from the dictionary of its config."""
-    return f"{config['agent']} on {config['env']}, seed {config['seed']}"
+    first, count = config["seed"], config.get("num_seeds", 1)
+    seeds = f"seed {first}" if count == 1 else f"seeds {first} to {first + count - 1}"
+    return f"{config['agent']} on {config['env']}, {seeds}"

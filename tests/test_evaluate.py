@@ -297,10 +297,16 @@ def test_an_environment_that_has_no_name_for_gymnax_is_not_drawn():
         render.check("my_module:Nameless", gymnax.adapt(Nameless(), "my_module:Nameless", {}))
 
 
-def test_a_run_s_checkpoints_are_what_is_judged(tmp_path, monkeypatch, capsys):
+def files(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_s_checkpoints_are_what_is_judged(tmp_path, monkeypatch, capsys, caplog):
     """In a folder that is given as users give it, relative to where they are."""
     monkeypatch.chdir(tmp_path)
     run = anakin.train(make_config(total_steps=2048), "run", quiet=True)
+    left = files(tmp_path / "run")
+    caplog.clear()
     for which in ("last", "best"):
         arguments = ("--workdir=run", f"--weights={which}", "--json")
         assert command(*arguments, f"--gif={tmp_path}/out.gif", "--gif_frames=5") == cli.OK
@@ -309,3 +315,5 @@ def test_a_run_s_checkpoints_are_what_is_judged(tmp_path, monkeypatch, capsys):
         assert result["return_std"] == run.summary["eval_return_std"]
         assert result["env_steps"] == run.summary["env_steps"] == 2048
         assert (tmp_path / "out.gif").stat().st_size > 0
+    assert files(tmp_path / "run") == left, "judging only reads"
+    assert not caplog.records, "warned by a library, of what users can't change"

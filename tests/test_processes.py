@@ -113,7 +113,7 @@ def last_arrays(workdir) -> dict[str, np.ndarray]:
     """All arrays of the newest checkpoint, whatever devices saved it."""
     items = (checkpoint.WEIGHTS, checkpoint.REST)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    with checkpoint._manager(workdir / checkpoint.FOLDER, 1, read_only=True) as manager:
+    with checkpoint._manager(workdir / checkpoint.FOLDER, writes=False) as manager:
         there = manager.item_metadata(manager.latest_step())
         shapes = {
             item: {

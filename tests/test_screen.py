@@ -372,12 +372,19 @@ def test_a_notebook_draws_into_one_output(notebook):
 
 def test_a_notebook_that_can_not_draw_has_plain_lines(notebook, monkeypatch, capsys):
     monkeypatch.setattr(screen_lib.importlib.util, "find_spec", lambda name: None)
+    # As IPython's kernel does.
+    monkeypatch.setenv("FORCE_COLOR", "1")
     with Screen() as screen:
         screen.begin(10_000)
         for row in ROWS:
             screen.show(row, SECONDS)
         screen.finish("the closing text")
     assert capsys.readouterr().out.splitlines() == [*PLAIN, "the closing text"]
+    with Screen(level="quiet") as screen:
+        screen.begin(10_000)
+        screen.show(ROWS[0], SECONDS)
+        screen.finish("the closing text")
+    assert capsys.readouterr().out == ""
     assert notebook == ([], [])
 
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from podracer import anakin, sebulba
+from podracer import anakin, sebulba, view
 from podracer.errors import ConfigError
 from tests.helpers import make_config
 
@@ -53,6 +53,9 @@ def test_each_agent_is_the_single_run_of_its_seed(changes, tmp_path):
     half = 4.302653 * np.std(returns, ddof=1) / np.sqrt(SEEDS)
     np.testing.assert_allclose(row["eval/episode_return_interval"], half, rtol=1e-5)
     assert together.summary["num_seeds"] == SEEDS
+    assert repr(together.summary["eval_episodes"]) == "8"
+    title = view.title({"agent": "ppo", "env": "e", "seed": 7, "num_seeds": SEEDS})
+    assert title == "ppo on e, seeds 7 to 9"
 
     # And they resume like one.
     longer = config(seed=7, num_seeds=SEEDS, total_steps=16 * 8 * 7, **changes)

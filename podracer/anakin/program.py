@@ -47,20 +47,21 @@ def state_specs(num_seeds: int) -> Any:
 
 
 class Program(NamedTuple):
-    """Functions of a whole run, to be jitted.
+    """Functions of a whole run, jitted.
 
     Attributes:
       init: ``(key) -> State``, ``([num_seeds] keys) -> State`` for several agents.
-      step: ``(State) -> (State, CallMetrics)``, ``updates_per_call`` updates.
+      step: ``(State) -> (State, CallMetrics)``, ``updates_per_call`` updates; states are donated,
+        that is, a step reuses the memory of the one it is given.
       evaluate: ``(State) -> Episodes``.
       env: where.
       agent: who acts and learns.
       mesh: over which devices.
     """
 
-    init: Callable[[Array], State]
-    step: Callable[[State], tuple[State, CallMetrics]]
-    evaluate: Callable[[State], Episodes]
+    init: jax.stages.Wrapped
+    step: jax.stages.Wrapped
+    evaluate: jax.stages.Wrapped
     env: Environment
     agent: Agent
     mesh: jax.sharding.Mesh
@@ -127,18 +128,12 @@ def make_program(
     if config.num_seeds > 1:
         init, step, evaluate = jax.vmap(init), jax.vmap(step), jax.vmap(evaluate)
     return Program(
-        init=mesh_lib.per_device(init, mesh, replicated, specs),
-        step=mesh_lib.per_device(step, mesh, (specs,), (specs, replicated)),
-        evaluate=evaluate,
+        init=jax.jit(mesh_lib.per_device(init, mesh, replicated, specs)),
+        step=jax.jit(
+            mesh_lib.per_device(step, mesh, (specs,), (specs, replicated)), donate_argnums=0
+        ),
+        evaluate=jax.jit(evaluate),
         env=env,
         agent=parts.agent,
         mesh=mesh,
     )
-
-
-def lower_step(program: Program, state: Any) -> jax.stages.Lowered:
-    """The step, ready to compile for these states, or shapes of them.
-
-    States are donated: a step reuses the memory of the one it is given.
-    """
-    return jax.jit(program.step, donate_argnums=0).lower(state)

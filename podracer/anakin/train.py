@@ -9,7 +9,7 @@ from etils import epath
 from podracer import config as config_lib
 from podracer import envs, loop, metrics, prng, processes, trackers
 from podracer import mesh as mesh_lib
-from podracer.anakin.program import Program, State, lower_step, make_program
+from podracer.anakin.program import Program, State, make_program
 from podracer.config import Config, Sizes
 from podracer.processes import Processes
 from podracer.session import Options, Session
@@ -26,10 +26,9 @@ class Compiled:
 
 def compile_program(program: Program, config: Config) -> Compiled:
     """Makes the first state on the devices and compiles what is called on it."""
-    state = jax.jit(program.init)(prng.keys(config.seeds))
-    step = lower_step(program, state).compile()
-    evaluate = jax.jit(program.evaluate).lower(state).compile()
-    return Compiled(state, step, evaluate)
+    state = program.init(prng.keys(config.seeds))
+    step = program.step.lower(state).compile()
+    return Compiled(state, step, program.evaluate.lower(state).compile())
 
 
 def prepare(config: Config) -> tuple[Program, Sizes]:
@@ -43,7 +42,7 @@ def prepare(config: Config) -> tuple[Program, Sizes]:
     sizes = config_lib.sizes(config, len(devices))
     program = make_program(config, env, sizes, mesh_lib.make_mesh(devices))
     # Traced without compiling: shapes that don't fit each other are found by this.
-    jax.eval_shape(program.step, jax.eval_shape(program.init, prng.keys(config.seeds)))
+    program.step.trace(program.init.eval_shape(prng.keys(config.seeds)))
     return program, sizes
 
 

@@ -14,7 +14,8 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from podracer import view as view_lib
-from podracer.view import Row, View
+from podracer.metrics import Row
+from podracer.view import View
 
 Level = Literal["quiet", "normal", "verbose"]
 

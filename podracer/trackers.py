@@ -32,7 +32,7 @@ class Tracker(NamedTuple):
     """What takes rows.
 
     Attributes:
-      write: takes one; values that are None are left out.
+      write: takes one.
       close: is called once, at the end.
     """
 
@@ -135,11 +135,9 @@ def tensorboard(folder: pathlib.Path, config: Mapping[str, Any], first_step: int
 
     def write(row: Row) -> None:
         values = [
-            Summary.Value(tag=name, simple_value=x)
-            for name, x in row.items()
-            if name != "step" and x is not None
+            Summary.Value(tag=name, simple_value=x) for name, x in row.items() if name != "step"
         ]
-        write_event(int(row["step"] or 0), summary=Summary(value=values))
+        write_event(int(row["step"]), summary=Summary(value=values))
         events.flush()
 
     # TensorBoard forgets the scalars it has of this step and later ones.
@@ -200,8 +198,8 @@ def wandb(
         ) from error
 
     def write(row: Row) -> None:
-        values = {name: x for name, x in row.items() if name != "step" and x is not None}
-        run.log(values, step=int(row["step"] or 0))
+        values = {name: x for name, x in row.items() if name != "step"}
+        run.log(values, step=int(row["step"]))
 
     return Tracker(write, run.finish)
 

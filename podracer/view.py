@@ -18,8 +18,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-# Numbers by name; None is what JSON has for NaN and infinity.
-Row = Mapping[str, int | float | None]
+from podracer.metrics import Row
 
 # The most cells of a sparkline, and of a bar of shares.
 SPARK_CELLS, BAR_CELLS = 60, 40
@@ -57,10 +56,10 @@ class Curve(NamedTuple):
     last: float = math.nan
 
 
-def add(curve: Curve, value: float | None) -> Curve:
+def add(curve: Curve, value: float) -> Curve:
     """The curve with one more value; what is not finite has no place in it."""
-    if value is None or not math.isfinite(value):
-        return curve._replace(last=math.nan if value is None else value)
+    if not math.isfinite(value):
+        return curve._replace(last=value)
     means, span, filled = curve.means, curve.span, curve.seen % curve.span
     if filled:
         means = (*means[:-1], means[-1] + (value - means[-1]) / (filled + 1))
@@ -91,7 +90,7 @@ class View(NamedTuple):
     title: str = ""
     total_steps: int = 0
     first_step: int = 0
-    row: Row = MappingProxyType({})
+    row: Mapping[str, int | float] = MappingProxyType({})
     origin: tuple[float, float] | None = None
     returns: Curve = Curve()
     evaluations: Curve = Curve()
@@ -113,7 +112,7 @@ def extend(
         evaluations = add(evaluations, row["eval/episode_return"])
     return view._replace(
         row=row,
-        origin=view.origin or (row["step"] or 0, row.get("wall_time") or 0.0),
+        origin=view.origin or (row["step"], row["wall_time"]),
         returns=returns,
         evaluations=evaluations,
         seconds=seconds,
@@ -125,17 +124,17 @@ def seconds_left(view: View) -> float | None:
     """What the rest of the run takes, counted from the newest row; None before one can tell."""
     if view.origin is None:
         return None
-    step, now = view.row["step"] or 0, view.row.get("wall_time") or 0.0
+    step, now = view.row["step"], view.row["wall_time"]
     steps, seconds = step - view.origin[0], now - view.origin[1]
     # The first row alone says how fast training is, but not what evaluations will take.
-    speed = steps / seconds if seconds > 0 else view.row.get("time/steps_per_second") or 0.0
+    speed = steps / seconds if seconds > 0 else view.row.get("time/steps_per_second", 0.0)
     return (view.total_steps - step) / speed if speed > 0 and math.isfinite(speed) else None
 
 
-def number(x: float | None) -> str:
+def number(x: float) -> str:
     """A return, for people."""
-    if x is None or not math.isfinite(x):
-        return "-" if x is None else f"{x}"
+    if not math.isfinite(x):
+        return f"{x}"
     if abs(x) >= 1e6:
         return f"{x:.3g}"
     return f"{x:,.1f}" if abs(x) >= 10 else f"{x:.2f}"
@@ -156,18 +155,17 @@ def size(count: int) -> str:
 
 def line(row: Row) -> str:
     """A row in short."""
-    step, speed = row["step"] or 0, row.get("time/steps_per_second") or math.nan
+    step, speed = row["step"], row.get("time/steps_per_second", math.nan)
     text = f"{step:,} steps, {speed:,.0f} a second"
     for word, name in (("return", "train/episode_return"), ("evaluation", "eval/episode_return")):
         if name in row:
-            value = row[name]
-            text += f", {word} {math.nan if value is None else value:,.1f}"
+            text += f", {word} {row[name]:,.1f}"
     return text
 
 
-def groups(row: Row) -> dict[str, dict[str, int | float | None]]:
+def groups(row: Mapping[str, int | float]) -> dict[str, Row]:
     """A row's values by the word before the slash, both in the order of the row."""
-    grouped: dict[str, dict[str, int | float | None]] = {}
+    grouped: dict[str, Row] = {}
     for name, value in row.items():
         group, slash, rest = name.partition("/")
         grouped.setdefault(group if slash else "run", {})[rest or name] = value
@@ -233,11 +231,11 @@ def _progress(view: View, age: float) -> RenderableType:
     table = Table.grid(expand=True, padding=(0, 2, 0, 0))
     table.add_column(ratio=1)
     table.add_column(no_wrap=True)
-    step, total = view.row.get("step") or view.first_step, max(1, view.total_steps)
+    step, total = view.row.get("step", view.first_step), max(1, view.total_steps)
     left = seconds_left(view)
     text = f"starts, {duration(age)}" if not view.row else f"{step / total:4.0%}"
     if view.row and step >= total:
-        text += f" in {duration(view.row.get('wall_time') or 0.0)}"
+        text += f" in {duration(view.row['wall_time'])}"
     elif left is not None:
         text += f"  {duration(max(0.0, left - age))} left"
     table.add_row(ProgressBar(total, step, pulse=not view.row), text)
@@ -247,7 +245,7 @@ def _progress(view: View, age: float) -> RenderableType:
 def _rows(view: View, room: int, verbose: bool) -> Iterator[tuple[str, RenderableType]]:
     """What the view has below its bar: a label and something to draw, each."""
     row, grouped = view.row, groups(view.row)
-    step, speed = row["step"] or 0, row.get("time/steps_per_second") or math.nan
+    step, speed = row["step"], row.get("time/steps_per_second", math.nan)
     yield "steps", f"{step:,} of {view.total_steps:,}, {speed:,.0f} a second"
     low, high, best = map(number, (view.returns.low, view.returns.high, view.evaluations.high))
     yield "return", _curve(view.returns, f"min {low}  max {high}", room)
@@ -261,8 +259,8 @@ def _rows(view: View, room: int, verbose: bool) -> Iterator[tuple[str, Renderabl
         if shares:
             yield label, _shares(shares, room)
     if "lag/mean" in row and not verbose:
-        lag = {name: row.get(f"lag/{name}") for name in ("min", "mean", "max")}
-        yield "lag", _values({**lag, "restarts": row.get("actor/restarts")})
+        lag = {name: row[f"lag/{name}"] for name in ("min", "mean", "max")}
+        yield "lag", _values({**lag, "restarts": row["actor/restarts"]})
     yield "time", _shares(view.seconds, room)
     if view.memory:
         texts = (
@@ -286,21 +284,19 @@ def _curve(curve: Curve, extremes: str, room: int) -> RenderableType:
     return text.append(extremes, style="not bold dim")
 
 
-def _short(x: float | None) -> str:
-    if x is None:
-        return "-"
+def _short(x: float) -> str:
     return f"{x:,.0f}" if isinstance(x, int) or abs(x) >= 1000 else f"{x:.3g}"
 
 
-def _values(values: Mapping[str, int | float | None]) -> RenderableType:
+def _values(values: Mapping[str, int | float]) -> RenderableType:
     """Names and numbers, in columns that keep their width whatever the numbers."""
     texts = (Text.assemble((name, "dim"), f" {_short(x):<9}") for name, x in values.items())
     return Columns(texts, padding=(0, 1))
 
 
-def _shares(seconds: Mapping[str, float | None], room: int) -> RenderableType:
+def _shares(seconds: Mapping[str, float], room: int) -> RenderableType:
     """Shares of time: a bar of many colours, and what they mean."""
-    positive = {name: x for name, x in seconds.items() if x and math.isfinite(x) and x > 0}
+    positive = {name: x for name, x in seconds.items() if math.isfinite(x) and x > 0}
     total = sum(positive.values())
     if not total:
         return Text("-", style="dim")

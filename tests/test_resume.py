@@ -455,6 +455,27 @@ def test_a_signal_saves_and_has_its_exit_code(number, code, words, tmp_path):
     assert max(steps) * 4096 == rows[-1]["step"]
 
 
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_at_once(second):
+    program = """
+import time
+from podracer.signals import StopSignals
+with StopSignals() as stop:
+    print("ready", flush=True)
+    while stop.number is None:
+        time.sleep(0.01)
+    print("noted", flush=True)
+    time.sleep(100)
+"""
+    arguments = [sys.executable, "-c", program]
+    with subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout.readline() == "ready\n"
+        run.send_signal(signal.SIGTERM)
+        assert run.stdout.readline() == "noted\n"
+        run.send_signal(second)
+        assert run.wait(timeout=10) == -second
+
+
 def test_two_runs_in_one_workdir(tmp_path):
     with start(tmp_path / "run", "--config.total_steps=100_000_000") as first:
         wait_for_row(first, tmp_path / "run")

@@ -80,7 +80,7 @@ def test_a_curve_of_any_length_keeps_its_means_and_extremes():
 
 def test_a_curve_leaves_out_what_is_not_finite():
     curve = view.Curve()
-    for value in (1.0, None, math.nan, math.inf, 3.0, -math.inf):
+    for value in (1.0, math.nan, math.inf, 3.0, -math.inf):
         curve = view.add(curve, value)
     assert curve.means == (1.0, 3.0)
     assert (curve.low, curve.high, curve.last) == (1.0, 3.0, -math.inf)
@@ -126,8 +126,7 @@ def test_verbose_shows_all_values():
 ODD = {
     "nothing yet": seen(),
     "no episodes": seen({"step": 5, "wall_time": 1.0, "time/steps_per_second": 5.0}),
-    "None and NaN": seen(
-        dict.fromkeys(train_row(1)) | {"step": 1},
+    "NaN": seen(
         dict.fromkeys(actor_row(1), math.nan) | {"step": 2},
         dict.fromkeys(actor_row(1), math.inf) | {"step": 3, "eval/episode_return": math.nan},
         seconds={"training": 0.0},
@@ -169,7 +168,7 @@ def test_time_left():
     assert view.seconds_left(shown) == pytest.approx(8000 / 1234.5)
     assert view.seconds_left(seen()) is None
     assert view.seconds_left(seen(train_row(10), train_row(2000))) == pytest.approx(8.0)
-    assert view.seconds_left(seen({"step": 5, "time/steps_per_second": 0.0})) is None
+    assert view.seconds_left(seen({"step": 5, "wall_time": 1.0, "time/steps_per_second": 0.0})) is None
     assert view.duration(3725.4) == "1:02:05"
     assert view.duration(59.7) == "1:00"
 
@@ -192,7 +191,7 @@ ROWS = [
     train_row(1000, ret=21.04),
     train_row(2000),
     train_row(3000, **{"eval/episode_return": 1e4}),
-    {"step": 4000, "time/steps_per_second": 3.0, "eval/episode_return": None},
+    {"step": 4000, "time/steps_per_second": 3.0, "eval/episode_return": math.nan},
 ]
 PLAIN = [
     "1,000 steps, 1,234 a second, return 21.0",

@@ -125,8 +125,11 @@ def make_schedule(config: LearnerConfig, num_updates: int, batch: int) -> optax.
       batch: transitions of a gradient step, over all devices.
     """
     factor = (batch / (config.reference_batch or batch)) ** BATCH_RULES[config.batch_rule]
-    last = 0.0 if config.anneal else factor
-    fall = optax.linear_schedule(factor, last, max(1, num_updates - config.warmup))
+    fall = (
+        optax.linear_schedule(factor, 0.0, max(1, num_updates - config.warmup))
+        if config.anneal
+        else optax.constant_schedule(factor)
+    )
     if not config.warmup:
         return fall
     # The first update learns already: it is the end of a step that has begun at 0.

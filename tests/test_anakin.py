@@ -10,7 +10,7 @@ from podracer import envs, prng, rollout
 from podracer.nets import actor_critic
 from tests.helpers import make_config, make_run
 
-AGENTS = pytest.mark.parametrize("agent", ["ppo", "vtrace"])
+AGENTS = pytest.mark.parametrize("agent", ["ppo", pytest.param("vtrace", marks=pytest.mark.slow)])
 
 
 def flat(state) -> np.ndarray:
@@ -27,16 +27,18 @@ def after(config, num_devices, calls=1):
 
 
 @pytest.mark.parametrize(
-    ("agent", "core"),
+    ("agent", "core", "numbers"),
     [
-        ("ppo", "none"),
-        # Compiling for four meshes is what takes long; these three more, by .ci/run.
-        pytest.param("vtrace", "gru", marks=pytest.mark.slow),
-        pytest.param("ppo", "gru", marks=pytest.mark.slow),
-        pytest.param("vtrace", "none", marks=pytest.mark.slow),
+        ("ppo", "none", (8,)),
+        # Compiling for four meshes is what takes long: by .ci/run.
+        *(
+            pytest.param(agent, core, (2, 4, 8), marks=pytest.mark.slow)
+            for agent in ("ppo", "vtrace")
+            for core in ("none", "gru")
+        ),
     ],
 )
-def test_devices_do_not_change_the_update(agent, core):
+def test_devices_do_not_change_the_update(agent, core, numbers):
     """1 device with N environments = 2, 4, 8 devices with N in all, up to float rounding."""
     config = make_config(
         agent=agent,
@@ -57,7 +59,7 @@ def test_devices_do_not_change_the_update(agent, core):
     assert np.abs(flat(one) - before).max() > 1e-3
     if agent == "ppo":
         assert 0 < one_metrics.losses["stopped"].mean() < 1
-    for devices in (2, 4, 8):
+    for devices in numbers:
         many, metrics = after(config, devices)
         np.testing.assert_allclose(flat(many), flat(one), atol=2e-5)
         for name, value in one_metrics.losses.items():
@@ -73,10 +75,9 @@ def test_devices_do_not_change_the_update(agent, core):
 
 @AGENTS
 def test_a_seed_gives_the_same_bits_and_another_seed_other_weights(agent):
-    config = make_config(agent=agent, num_envs=16, updates_per_call=3)
+    config = make_config(agent=agent, num_envs=16, updates_per_call=3, num_minibatches=2)
     program, _, _, step = make_run(config, 4)
-    init = jax.jit(program.init)
-    first, second, other = (step(init(prng.key(seed)))[0] for seed in (0, 0, 1))
+    first, second, other = (step(program.init(prng.key(seed)))[0] for seed in (0, 0, 1))
     np.testing.assert_array_equal(flat(first), flat(second))
     assert (flat(first) != flat(other)).mean() > 0.5
 
@@ -102,7 +103,7 @@ def test_no_two_environments_share_a_key(monkeypatch):
     config = make_config(num_envs=64, stagger=2, evaluation__max_steps=5, updates_per_call=3)
     program, _, state, step = make_run(config, 4)
     state, _ = step(state)
-    jax.block_until_ready((jax.jit(program.evaluate)(state), step(state)))
+    jax.block_until_ready((program.evaluate(state), step(state)))
     jax.effects_barrier()
     data = np.concatenate([x.reshape(-1, 2) for x in drawn])
     # Six unrolls of 64 environments at 8 steps of two keys, and all the rest.
@@ -128,9 +129,9 @@ def test_stagger_spreads_the_ages_of_first_episodes():
 
 @AGENTS
 def test_compiled_step_has_one_reduce_a_gradient_step_and_no_callback(agent):
-    config = make_config(agent=agent, num_envs=16)
+    config = make_config(agent=agent, num_envs=16, num_minibatches=4)
     program, _, state, _ = make_run(config, 4)
-    text = jax.jit(program.step, donate_argnums=0).lower(state).compile().as_text()
+    text = program.step.lower(state).compile().as_text()
     reduces = re.findall(r"= (\([^)]*\)|\S+) all-reduce(?:-start)?\(", text)
     sizes = [[int(n) for n in re.findall(r"f32\[(\d+)\]", reduce)] for reduce in reduces]
     # The minibatch loop's body stands once in the program, with one reduce of gradients and
@@ -167,7 +168,7 @@ def test_recurrent_unroll_reproduces_what_was_acted_on():
     program, sizes, state, step = make_run(config, 1)
     state, _ = step(state)
     env = envs.make(config.env, {}, {})
-    _, trajectory, _ = rollout.unroll(
+    _, trajectory, _ = jax.jit(rollout.unroll, static_argnums=(0, 1, 5))(
         env, program.agent, state.train.weights, state.rollout, state.key, sizes.unroll_length
     )
     network = actor_critic.make(env.spec, config.network)

@@ -18,7 +18,18 @@ from podracer.errors import ConfigError
 from podracer.workdir import Workdir
 
 CARTPOLE = str(pathlib.Path(__file__).parent.parent / "configs" / "cartpole.py")
-SMALL = ["--config.total_steps=2000", "--config.num_envs=8", "--config.unroll_length=16"]
+SMALL = [
+    "--config.total_steps=2000", "--config.num_envs=8", "--config.unroll_length=16",
+    "--config.num_epochs=1", "--config.network.hidden=(8,)",
+]  # fmt: skip
+
+
+def small():
+    """An update that compiles soon."""
+    config = default_config()
+    config.total_steps, config.num_envs, config.unroll_length = 128, 8, 16
+    config.num_epochs = config.num_minibatches = 1
+    return config
 
 
 def run(tmp_path, *arguments, config=CARTPOLE) -> int:
@@ -184,7 +195,7 @@ def test_a_run_leaves_what_it_promises(tmp_path, capsys):
     assert any("train/episode_return" in row for row in rows)
 
     # Begun anew, nothing of the first run is lost.
-    assert run(tmp_path, "--restart") == cli.OK
+    assert run(tmp_path, *changes, "--restart") == cli.OK
     assert json.loads((tmp_path / "run.1" / "summary.json").read_text()) == summary
 
 
@@ -194,8 +205,10 @@ def test_an_earlier_run_in_the_same_process_does_not_decide_the_devices(tmp_path
 import podracer
 config = podracer.config.default_config()
 config.total_steps, config.num_envs, config.unroll_length = 8192, 64, 128
+config.num_epochs = config.num_minibatches = 1
 assert len(podracer.anakin.train(config, quiet=True).metrics) == 1
 config.num_envs, config.agent, config.evaluation.episodes = 4, "vtrace", 4
+config.num_minibatches = 4
 result = podracer.anakin.train(config, "run", quiet=True)
 assert len(result.weights.params["value"]["value"]["kernel"].sharding.device_set) == 1
 """
@@ -203,8 +216,8 @@ assert len(result.weights.params["value"]["value"]["kernel"].sharding.device_set
 
 
 def test_training_from_python_returns_weights_and_metrics():
-    config = default_config()
-    config.total_steps, config.num_envs, config.unroll_length = 2000, 8, 16
+    config = small()
+    config.total_steps = 2000
     result = podracer.anakin.train(config, quiet=True)
     assert result.summary["env_steps"] == 2048
     assert result.metrics[-1]["step"] == 2048
@@ -212,8 +225,7 @@ def test_training_from_python_returns_weights_and_metrics():
 
 
 def test_evaluation_never_hangs_on_an_episode_that_does_not_end():
-    config = default_config()
-    config.total_steps, config.num_envs, config.unroll_length = 128, 8, 16
+    config = small()
     config.env = "dummy:counting"
     config.env_kwargs = {"length": 1_000_000}
     config.evaluation.max_steps, config.evaluation.episodes = 20, 11
@@ -225,8 +237,7 @@ def test_evaluation_never_hangs_on_an_episode_that_does_not_end():
 
 def test_what_is_truncated_at_the_cap_is_complete():
     """That an episode was truncated shows in the step after its last, which is past the cap."""
-    config = default_config()
-    config.total_steps, config.num_envs, config.unroll_length = 128, 8, 16
+    config = small()
     config.env_params = {"max_steps_in_episode": 5}
     config.evaluation.episodes = 4
     for cap, complete in ((4, 0), (5, 4)):
@@ -237,8 +248,7 @@ def test_what_is_truncated_at_the_cap_is_complete():
 
 
 def test_evaluation_samples_where_it_is_not_greedy():
-    config = default_config()
-    config.total_steps, config.num_envs, config.unroll_length = 128, 8, 16
+    config = small()
     config.env, config.evaluation.episodes = "dummy:choice", 64
     for greedy in (True, False):
         config.evaluation.greedy = greedy
@@ -249,8 +259,7 @@ def test_evaluation_samples_where_it_is_not_greedy():
 
 
 def test_environment_parameters_come_from_the_config():
-    config = default_config()
-    config.total_steps, config.num_envs, config.unroll_length = 1024, 8, 16
+    config = small()
     config.env_params = {"max_steps_in_episode": 5}
     row = anakin.train(config, quiet=True).metrics[-1]
     assert row["eval/episode_length"] == 5

@@ -27,9 +27,10 @@ def test_rewards_are_scaled_by_the_deviation_of_discounted_returns():
     config = make_config(env="dummy:counting", normalize_rewards=True, num_envs=4, discount=0.9)
     program, sizes, state, step = make_run(config)
     streams, start = [], state
+    unroll = jax.jit(rollout.unroll, static_argnums=(0, 1, 5))
     for _ in range(3):
         act_key, _ = parts.update_keys(state.key, state.train.step)
-        _, trajectory, _ = rollout.unroll(
+        _, trajectory, _ = unroll(
             program.env,
             program.agent,
             state.train.weights,

@@ -168,7 +168,9 @@ def test_time_left():
     assert view.seconds_left(shown) == pytest.approx(8000 / 1234.5)
     assert view.seconds_left(seen()) is None
     assert view.seconds_left(seen(train_row(10), train_row(2000))) == pytest.approx(8.0)
-    assert view.seconds_left(seen({"step": 5, "wall_time": 1.0, "time/steps_per_second": 0.0})) is None
+    assert (
+        view.seconds_left(seen({"step": 5, "wall_time": 1.0, "time/steps_per_second": 0.0})) is None
+    )
     assert view.duration(3725.4) == "1:02:05"
     assert view.duration(59.7) == "1:00"
 

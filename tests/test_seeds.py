@@ -20,6 +20,7 @@ def config(**changes):
             "evaluation__every": 2,
             "checkpoint__every": 2,
             "num_minibatches": 2,
+            "anneal": False,
             "normalize_observations": True,
             **changes,
         }

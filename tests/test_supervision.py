@@ -226,7 +226,9 @@ def test_a_failure_ends_the_process_within_ten_seconds(tmp_path):
     assert now - float(failed[1]) < 10
 
 
-@pytest.mark.parametrize("env", ["dummy:counting", "envpool:CartPole-v1"])
+@pytest.mark.parametrize(
+    "env", ["dummy:counting", pytest.param("envpool:CartPole-v1", marks=pytest.mark.slow)]
+)
 def test_an_interrupt_ends_cleanly(env, tmp_path):
     """Most of the time of these runs is evaluation's."""
     with subprocess.Popen(

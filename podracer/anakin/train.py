@@ -42,7 +42,7 @@ def prepare(config: Config) -> tuple[Program, Sizes]:
     sizes = config_lib.sizes(config, len(devices))
     program = make_program(config, env, sizes, mesh_lib.make_mesh(devices))
     # Traced without compiling: shapes that don't fit each other are found by this.
-    program.step.trace(program.init.eval_shape(prng.keys(config.seeds)))
+    program.step.trace(jax.eval_shape(program.init, prng.keys(config.seeds)))
     return program, sizes
 
 

@@ -143,7 +143,7 @@ def _anakin(config: Config, env: Environment, where: Slice) -> Layout:
     sizes = config_lib.sizes(config, len(where.devices))
     mesh = mesh_lib.make_mesh(where.devices)
     program = anakin_program.make_program(config, env, sizes, mesh)
-    state = program.init.eval_shape(prng.keys(config.seeds, where.devices[0].platform))
+    state = jax.eval_shape(program.init, prng.keys(config.seeds, where.devices[0].platform))
     state = mesh_lib.placed(state, mesh, anakin_program.state_specs(config.num_seeds))
     lowered = program.step.lower(state)
     return Layout(sizes, [Piece("step", ALL, 1 / sizes.updates_per_call, lowered)], True)

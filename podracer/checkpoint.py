@@ -2,7 +2,8 @@
 
 A checkpoint is a folder ``checkpoints/UPDATE`` of a workdir with three items: the weights, the rest
 of the state and the run's progress. Orbax writes it under another name and renames it when all
-of it is there. A sum over the bits of the state goes with it, so that a damaged one is known.
+of it is there; in a bucket, it adds a file that says so. A sum over the bits of the state goes with
+it, so that a damaged one is known.
 """
 
 import math
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
+from podracer import bucket
 from podracer.errors import ConfigError, SaveError, unknown
 from podracer.metrics import Row
 from podracer.processes import Processes
@@ -223,9 +225,9 @@ class Checkpoints:
     def _move(self, damaged: Mapping[int, str]) -> None:
         for step, reason in damaged.items():
             aside = self._workdir / DAMAGED
-            aside.mkdir(parents=True, exist_ok=True)
-            target = aside / f"{step}.{len(list(aside.iterdir()))}"
-            (self._workdir / FOLDER / str(step)).rename(target)
+            number = len(list(aside.iterdir())) if aside.exists() else 0
+            target = aside / f"{step}.{number}"
+            bucket.move(self._workdir / FOLDER / str(step), target)
             self._warn(f"checkpoint {step} is damaged and now {target} ({reason})")
 
     def save(self, state: ArrayTree, progress: Progress, score: float | None) -> None:
@@ -293,7 +295,7 @@ def load_weights(workdir: epath.PathLike, which: str, like: Weights) -> tuple[We
       ConfigError: there are none, or of other shapes.
     """
     # Orbax reads from absolute paths only.
-    folder = epath.Path(workdir).resolve() / FOLDER
+    folder = bucket.resolve(workdir) / FOLDER
     if which not in WHICH:
         raise unknown("choice of weights", which, WHICH)
     if not folder.exists():

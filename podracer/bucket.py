@@ -67,17 +67,25 @@ def holds(path: epath.PathLike) -> bool:
     return os.fspath(path).startswith("gs://")
 
 
-def read(path: epath.Path) -> str:
-    """A file's text. Raises ``ConfigError`` if a bucket can't be read from."""
+@contextlib.contextmanager
+def reachable(path: epath.PathLike) -> Iterator[None]:
+    """Makes a ``ConfigError`` of what a bucket refuses inside, but for files that are not there."""
+    if not holds(path):
+        yield
+        return
     try:
         with _one_error():
-            return path.read_text()
+            yield
     except FileNotFoundError:
         raise
     except OSError as error:
-        if not holds(path):
-            raise
-        raise ConfigError(f"{path} can't be read: {error.strerror}") from error
+        raise ConfigError(f"{path} can't be used: {error.strerror}") from error
+
+
+def read(path: epath.Path) -> str:
+    """A file's text. Raises ``ConfigError`` if a bucket can't be read from."""
+    with reachable(path):
+        return path.read_text()
 
 
 def move(source: epath.Path, target: epath.Path, last: str = "") -> None:
@@ -237,7 +245,7 @@ def _one_error() -> Iterator[None]:
     """What a network throws through libraries can't be listed: here it becomes ``OSError``."""
     try:
         yield
-    except (FileNotFoundError, SaveError):
+    except (FileNotFoundError, ConfigError, SaveError):
         raise
     except Exception as error:
         text = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"

@@ -168,7 +168,8 @@ class Checkpoints:
         ``processes`` save and restore their parts together."""
         self._workdir, self._keep, self._warn = workdir, keep, warn
         self._processes = processes
-        self._manager: ocp.CheckpointManager | None = _manager(workdir / FOLDER, keep)
+        with bucket.reachable(workdir):
+            self._manager: ocp.CheckpointManager | None = _manager(workdir / FOLDER, keep)
         self._failed: str | None = None
 
     def restore(self, state: ArrayTree) -> tuple[ArrayTree, Progress]:
@@ -298,10 +299,11 @@ def load_weights(workdir: epath.PathLike, which: str, like: Weights) -> tuple[We
     folder = bucket.resolve(workdir) / FOLDER
     if which not in WHICH:
         raise unknown("choice of weights", which, WHICH)
-    if not folder.exists():
-        raise ConfigError(f"{str(workdir)!r} holds no checkpoints")
-    manager = _manager(folder, writes=False)
-    step = manager.latest_step() if which == "last" else manager.best_step()
+    with bucket.reachable(folder):
+        if not folder.exists():
+            raise ConfigError(f"{str(workdir)!r} holds no checkpoints")
+        manager = _manager(folder, writes=False)
+        step = manager.latest_step() if which == "last" else manager.best_step()
     if step is None:
         raise ConfigError(f"{str(workdir)!r} holds no checkpoint that is whole")
     there = manager.item_metadata(step)[WEIGHTS]

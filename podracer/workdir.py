@@ -160,7 +160,7 @@ class Workdir:
         """
         self.path = bucket.resolve(path)
         self._dumped: dict[str, str] = {}
-        with _writable(path), ExitStack() as on_error:
+        with _writable(path), bucket.reachable(self.path), ExitStack() as on_error:
             self._mirror = Mirror(self.path, say) if bucket.holds(self.path) else None
             if self._mirror is not None:
                 on_error.callback(self._mirror.close)
@@ -276,7 +276,8 @@ def _writable(path: epath.PathLike) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"workdir {str(path)!r} is not writable: {error.strerror}; give another by --workdir"
+            f"workdir {str(path)!r} is not writable: {error.strerror or error}; give another by "
+            "--workdir"
         ) from error
 
 

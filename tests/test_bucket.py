@@ -1,5 +1,6 @@
 """Workdirs in a bucket, by an emulator of Google Cloud Storage: what a folder promises holds."""
 
+import contextlib
 import json
 import math
 import os
@@ -12,9 +13,11 @@ import time
 from pathlib import Path
 
 import fsspec
+import google.cloud.storage
 import jax
 import pytest
 from gcp_storage_emulator.server import create_server
+from orbax.checkpoint._src.path import gcs_utils
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from podracer import anakin, bucket, checkpoint, errors, evaluate, look, plot
@@ -76,8 +79,11 @@ def begin(path, told=None, **options):
     """A workdir as a run begins it."""
     say = [].append if told is None else told.append
     workdir = Workdir(path, **{"restart": False, "say": say, **options})
-    workdir.hold()
-    workdir.dump(CONFIG, {"architecture": "anakin", "config": {"seed": 0}, "sizes": {}})
+    with contextlib.ExitStack() as on_error:
+        on_error.callback(workdir.close)
+        workdir.hold()
+        workdir.dump(CONFIG, {"architecture": "anakin", "config": {"seed": 0}, "sizes": {}})
+        on_error.pop_all()
     return workdir
 
 
@@ -199,12 +205,24 @@ def test_what_can_not_be_copied_is_told_of_and_kept(run, monkeypatch):
     [
         ("s3://bucket/run", "must be a folder or gs://BUCKET/FOLDER"),
         ("gs://bucket", "must be a folder or gs://BUCKET/FOLDER"),
-        ("gs://nobucket/run", "is not writable"),
+        ("gs://nobucket/run", "is not writable: .*nobucket"),
     ],
 )
 def test_impossible_paths_are_refused(path, message, store):
     with pytest.raises(errors.ConfigError, match=message):
         begin(path)
+
+
+def test_a_bucket_whose_properties_are_secret_is_refused(store, run, monkeypatch):
+    def forbid(self, name):
+        raise PermissionError(f"403: no storage.buckets.get on {name}")
+
+    gcs_utils.get_bucket.cache_clear()
+    monkeypatch.setattr(google.cloud.storage.Client, "get_bucket", forbid)
+    with pytest.raises(errors.ConfigError, match=r"can't be used: .*storage\.buckets\.get"):
+        checkpoint.Checkpoints(bucket.locate(run), 1, pytest.fail, Processes())
+    monkeypatch.undo()
+    gcs_utils.get_bucket.cache_clear()
 
 
 def test_a_slash_that_pathlib_took_away_is_given_back(store):

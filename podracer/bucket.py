@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import fsspec
+import fsspec.config
 from etils import epath
 
 from podracer.errors import ConfigError, SaveError
@@ -142,7 +143,11 @@ class Mirror:
         """Takes hold of the workdir. Raises ``OSError`` if the bucket can't be written to."""
         if self._held:
             return
+        from google.cloud import storage  # pyright: ignore[reportAttributeAccessIssue]
+
         with _one_error():
+            # As Orbax does for each checkpoint, which needs a role that writing does not.
+            storage.Client().get_bucket(self._path.parts[2])
             before = self._read_lock()
             self._write_lock()
         self._held = True

@@ -163,6 +163,16 @@ def test_a_workdir_that_is_deleted_under_the_run_is_copied_anew(store, run):
     workdir.close()
 
 
+def test_who_listed_a_folder_sees_what_others_write_there_later(run):
+    other = fsspec.filesystem("gcs", skip_instance_cache=True)
+    path = bucket.locate(run)
+    other.pipe_file(f"{run}/1", b"")
+    assert [x.name for x in path.iterdir()] == ["1"]
+    other.pipe_file(f"{run}/2", b"")
+    assert (path / "2").exists()
+    assert [x.name for x in path.iterdir()] == ["1", "2"]
+
+
 def test_restart_moves_all_objects_aside(store, run):
     workdir = begin(run)
     workdir.append(row(10))

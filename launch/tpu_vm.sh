@@ -18,7 +18,7 @@ again. COMMAND must hold --workdir=gs://..., from which it resumes.
   --spot                   a preemptible slice, for less
   --source=SOURCE          what to train with: the folder of a git repository, whose tracked files
                            are sent as they are; or URL or URL#REF of one. Default: this repository
-  --install=COMMAND        what installs it; default: a Python 3.12 environment with '.[tpu]'
+  --install=COMMAND        what installs it; default: a Python 3.12 environment with '.[tpu,gcs]'
   --max_restarts=N         restarts after crashes before the run is given up; default: 3
   --create_flag=FLAG       a further flag of 'gcloud compute tpus queued-resources create', such as
                            --service-account=NAME; may be given several times
@@ -36,7 +36,7 @@ refuse() { say "error: $*; see --help" && exit 2; }
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 name='' zone='' accelerator_type='' runtime_version='' source=$(dirname "$here") keep=false
 install="python3 -m pip install --quiet uv && python3 -m uv venv --quiet --python=3.12 &&
-  python3 -m uv pip install --quiet -e '.[tpu]'"
+  python3 -m uv pip install --quiet -e '.[tpu,gcs]'"
 max_restarts=3 poll=15 patience=1800 create_flags=(--quiet) project=()
 while (($#)); do
   case $1 in

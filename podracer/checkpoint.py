@@ -2,7 +2,8 @@
 
 A checkpoint is a folder ``checkpoints/UPDATE`` of a workdir with three items: the weights, the rest
 of the state and the run's progress. Orbax writes it under another name and renames it when all
-of it is there. A sum over the bits of the state goes with it, so that a damaged one is known.
+of it is there; in a bucket, it adds a file that says so. A sum over the bits of the state goes with
+it, so that a damaged one is known.
 """
 
 import math
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
+from podracer import bucket
 from podracer.errors import ConfigError, SaveError, unknown
 from podracer.metrics import Row
 from podracer.processes import Processes
@@ -166,7 +168,8 @@ class Checkpoints:
         ``processes`` save and restore their parts together."""
         self._workdir, self._keep, self._warn = workdir, keep, warn
         self._processes = processes
-        self._manager: ocp.CheckpointManager | None = _manager(workdir / FOLDER, keep)
+        with bucket.reachable(workdir):
+            self._manager: ocp.CheckpointManager | None = _manager(workdir / FOLDER, keep)
         self._failed: str | None = None
 
     def restore(self, state: ArrayTree) -> tuple[ArrayTree, Progress]:
@@ -223,9 +226,9 @@ class Checkpoints:
     def _move(self, damaged: Mapping[int, str]) -> None:
         for step, reason in damaged.items():
             aside = self._workdir / DAMAGED
-            aside.mkdir(parents=True, exist_ok=True)
-            target = aside / f"{step}.{len(list(aside.iterdir()))}"
-            (self._workdir / FOLDER / str(step)).rename(target)
+            number = len(list(aside.iterdir())) if aside.exists() else 0
+            target = aside / f"{step}.{number}"
+            bucket.move(self._workdir / FOLDER / str(step), target)
             self._warn(f"checkpoint {step} is damaged and now {target} ({reason})")
 
     def save(self, state: ArrayTree, progress: Progress, score: float | None) -> None:
@@ -293,13 +296,14 @@ def load_weights(workdir: epath.PathLike, which: str, like: Weights) -> tuple[We
       ConfigError: there are none, or of other shapes.
     """
     # Orbax reads from absolute paths only.
-    folder = epath.Path(workdir).resolve() / FOLDER
+    folder = bucket.resolve(workdir) / FOLDER
     if which not in WHICH:
         raise unknown("choice of weights", which, WHICH)
-    if not folder.exists():
-        raise ConfigError(f"{str(workdir)!r} holds no checkpoints")
-    manager = _manager(folder, writes=False)
-    step = manager.latest_step() if which == "last" else manager.best_step()
+    with bucket.reachable(folder):
+        if not folder.exists():
+            raise ConfigError(f"{str(workdir)!r} holds no checkpoints")
+        manager = _manager(folder, writes=False)
+        step = manager.latest_step() if which == "last" else manager.best_step()
     if step is None:
         raise ConfigError(f"{str(workdir)!r} holds no checkpoint that is whole")
     there = manager.item_metadata(step)[WEIGHTS]

@@ -36,7 +36,7 @@ from podracer.session import Options
 
 # What a run is given beside its config, see ``session.Options``.
 OPTIONS: dict[str, tuple[Any, str]] = {
-    "workdir": (flags.DEFINE_string, "The run's folder; default: runs/NAME_OF_THE_CONFIG"),
+    "workdir": (flags.DEFINE_string, "Folder or gs://...; default: runs/NAME_OF_THE_CONFIG"),
     "restart": (flags.DEFINE_bool, "Begin anew; a run that is in the workdir moves aside"),
     "init_from": (flags.DEFINE_string, "Workdir of another run, whose last weights to begin with"),
     "quiet": (flags.DEFINE_bool, "Print nothing but errors"),

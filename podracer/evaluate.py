@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
+from etils import epath
 
 from podracer import checkpoint, cli, envs, episodes, parts, prng, render
 from podracer import config as config_lib
@@ -90,7 +91,7 @@ def _host_judge(config: Config) -> Judge:
     return Judge(agent, play, lambda: render.check_host(config.env, env), film)
 
 
-def _read(workdir: pathlib.Path) -> tuple[Config, bool]:
+def _read(workdir: epath.PathLike) -> tuple[Config, bool]:
     """A run's config, and whether its environment is stepped on the host."""
     content = read_config(workdir)
     return config_lib.parse(content["config"]), content["architecture"] == "sebulba"
@@ -115,7 +116,7 @@ def _gif_path(gif: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def evaluate(
-    workdir: str | os.PathLike[str],
+    workdir: epath.PathLike,
     *,
     weights: str = "last",
     num_episodes: int | None = None,
@@ -147,7 +148,6 @@ def evaluate(
     """
     if weights not in ("last", "best"):
         raise ConfigError(f"--weights={weights} must be last or best")
-    workdir = pathlib.Path(workdir)
     config, on_host = _read(workdir)
     config = _change(config, seed=seed)
     config = _change(

@@ -9,24 +9,26 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
+from etils import epath
 from rich.console import Console
 
+from podracer import bucket
 from podracer import view as view_lib
 from podracer import workdir as workdir_lib
 from podracer.errors import ConfigError
 from podracer.view import View
 
 
-def read(workdir: pathlib.Path) -> View:
+def read(workdir: epath.PathLike) -> View:
     """The view of a run, from its files.
 
     Raises:
       ConfigError: there is no run in this folder.
     """
     about, rows = workdir_lib.read_config(workdir), workdir_lib.read_rows(workdir)
-    summary = workdir / workdir_lib.SUMMARY
+    summary = bucket.locate(workdir) / workdir_lib.SUMMARY
     # Only a run that is over knows what all of its time went to.
-    seconds = json.loads(summary.read_text(encoding="utf-8"))["seconds"] if summary.exists() else {}
+    seconds = json.loads(bucket.read(summary))["seconds"] if summary.exists() else {}
     view = View(view_lib.title(about["config"]), about["sizes"]["total_steps"])
     for row in rows:
         view = view_lib.extend(view, row, seconds, {})
@@ -38,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m podracer.look", description="Shows how a run went, or goes."
     )
-    parser.add_argument("workdir", type=pathlib.Path)
+    parser.add_argument("workdir")
     parser.add_argument("--out", type=pathlib.Path, help="an SVG file to draw the view into")
     parser.add_argument("--width", type=int, help="in characters; default: the terminal's")
     parser.add_argument("--verbose", action="store_true", help="all values of the newest row")

@@ -7,15 +7,11 @@ from etils import epath
 
 
 class Profile:
-    """Traces so many updates, from the second call of a start on: the first one warms up.
+    """Traces so many updates, from the second call of a start on: the first one warms up."""
 
-    Attributes:
-      folder: where the trace goes.
-    """
-
-    def __init__(self, updates: int, workdir: epath.PathLike | None):
-        """``updates`` of 0 traces none."""
-        self.folder = None if workdir is None else epath.Path(workdir) / "profile"
+    def __init__(self, updates: int, folder: epath.Path | None):
+        """``updates`` of 0 traces none; the trace goes to ``folder``, which is local."""
+        self._folder = folder
         self._updates = updates
         self._calls, self._end = 0, None
 
@@ -32,7 +28,7 @@ class Profile:
         self._calls += 1
         if self._end is None and self._updates and self._calls == 2:
             jax.block_until_ready(state)
-            jax.profiler.start_trace(str(self.folder))
+            jax.profiler.start_trace(str(self._folder))
             self._end = update + self._updates
         elif self._end is not None and update >= self._end:
             jax.block_until_ready(state)

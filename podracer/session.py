@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from podracer import trackers
+from podracer import bucket, trackers
 from podracer import view as view_lib
 from podracer import workdir as workdir_lib
 from podracer.checkpoint import Checkpoints, Progress, load_weights
@@ -31,8 +31,8 @@ class Options:
     """What a run is given beside its config.
 
     Attributes:
-      workdir: folder for checkpoints, config.json, metrics.jsonl and summary.json; a run that is
-        there is continued. None writes nothing.
+      workdir: folder for checkpoints, config.json, metrics.jsonl and summary.json, also as
+        gs://BUCKET/FOLDER; a run that is there is continued. None writes nothing.
       restart: begin anew; a run that is in the workdir moves aside.
       init_from: workdir of another run, whose last weights this one begins with.
       quiet: print nothing.
@@ -57,6 +57,9 @@ class Options:
             raise ConfigError(
                 f"profile={self.profile} must not be negative, and needs a workdir to write to"
             )
+        for path in (self.workdir, self.init_from):
+            if path is not None:
+                bucket.locate(path)
 
     @property
     def address(self) -> Address:
@@ -105,7 +108,7 @@ class Session:
         self._checkpoints: Checkpoints | None = None
         self._rows: list[Row] = []
         self._saved_at = time.monotonic()
-        self._profile = Profile(options.profile if first else 0, options.workdir)
+        self._profile = Profile(0, None)
         self.stop = StopSignals()
         if options.workdir is None:
             return
@@ -127,6 +130,8 @@ class Session:
             now = {"architecture": self._architecture, **dataclasses.asdict(self._config)}
             for line in check_same_run(files.config, now):
                 say(line)
+        files.hold()
+        self._profile = Profile(options.profile, files.local / "profile")
         return str(files.path)
 
     @property
@@ -199,8 +204,8 @@ class Session:
             )
         settings = dataclasses.asdict(self._config)
         if self._files is not None:
-            folder, last = pathlib.Path(self._files.path), self.rows[-1]["step"] if self.rows else 0
-            say = self._screen.say
+            folder, say = pathlib.Path(self._files.local), self._screen.say
+            last = self.rows[-1]["step"] if self.rows else 0
             self._tracker = trackers.make(self._config.logging, folder, settings, int(last), say)
         title = view_lib.title(settings)
         self._screen.begin(self._sizes.total_steps, step, title=title, earlier=self.rows)
@@ -245,7 +250,8 @@ class Session:
           update: their number.
         """
         if self._profile.look(state, update):
-            self.say(f"a trace of {self._options.profile} updates is in {self._profile.folder}")
+            folder = epath.Path(self._options.workdir or "") / "profile"
+            self.say(f"a trace of {self._options.profile} updates is in {folder}")
 
     def save_due(self, before: int, after: int) -> bool:
         """Whether a checkpoint is due when a run has come from update ``before`` to ``after``."""
@@ -282,7 +288,7 @@ class Session:
         if self._files is not None:
             self._files.dump(workdir_lib.SUMMARY, summary)
             try:
-                draw_run(self._files.path)
+                draw_run(self._files.local)
             except OSError as error:
                 self.say(f"{workdir_lib.LEARNING_CURVE} could not be written: {error.strerror}")
         text = (

@@ -57,7 +57,7 @@ def make(
 
     Args:
       logging: which.
-      workdir: of the run, an existing folder.
+      workdir: of the run, an existing local folder.
       config: of the run, as a dictionary.
       first_step: of this process; 0 begins anew, else rows after it follow.
       warn: tells a person, once for each tracker that fails.
@@ -124,11 +124,10 @@ def tensorboard(folder: pathlib.Path, config: Mapping[str, Any], first_step: int
     """
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    # Files are named by the second they were begun in, and read in the order of their names.
-    number = len(list(folder.iterdir()))
     # Not tensorboardX's SummaryWriter: it writes in a thread, whose rows are lost when the process
     # is killed, and whose end by a full disk would make the run wait for ever.
-    events = EventsWriter(str(folder / "events"), f".{number:05}")
+    # Files are read in the order of their names, which know the second: this is for within one.
+    events = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
 
     def write_event(step: int, **content: Any) -> None:
         events.write_event(Event(step=step, wall_time=time.time(), **content))

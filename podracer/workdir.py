@@ -10,16 +10,18 @@ import json
 import math
 import os
 import platform
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from typing import IO, Any
 
 from etils import epath
 
+from podracer import bucket
+from podracer.bucket import LOCK, Mirror
 from podracer.errors import ConfigError, SaveError
 from podracer.metrics import Row
 
-METRICS, CONFIG, SUMMARY, LOCK = "metrics.jsonl", "config.json", "summary.json", "lock"
+METRICS, CONFIG, SUMMARY = "metrics.jsonl", "config.json", "summary.json"
 LEARNING_CURVE = "learning_curve.png"
 PACKAGES = (
     "jax", "jaxlib", "flax", "optax", "rlax", "distrax", "chex", "gymnax", "envpool", "gymnasium",
@@ -39,9 +41,9 @@ def read_config(workdir: epath.PathLike) -> dict[str, Any]:
     Raises:
       ConfigError: the folder is no run.
     """
-    path = epath.Path(workdir)
+    path = bucket.locate(workdir)
     try:
-        content = json.loads((path / CONFIG).read_text())
+        content = json.loads(bucket.read(path / CONFIG))
         if not (isinstance(content, dict) and {"config", "sizes"} <= content.keys()):
             raise ConfigError(f"{path / CONFIG} was not written by a run: no 'config' or 'sizes'")
     except FileNotFoundError as error:
@@ -63,7 +65,7 @@ def read_rows(workdir: epath.PathLike) -> list[Row]:
     Raises:
       ConfigError: there is no row yet, or a line is none.
     """
-    path = epath.Path(workdir) / METRICS
+    path = bucket.locate(workdir) / METRICS
     if not path.exists():
         raise ConfigError(f"{str(workdir)!r} has no {METRICS}")
     rows = parse_rows(path)
@@ -74,7 +76,7 @@ def read_rows(workdir: epath.PathLike) -> list[Row]:
 
 def parse_rows(path: epath.Path) -> list[Row]:
     """The rows of a file, as far as they are whole. Raises ``ConfigError`` if a line is none."""
-    *lines, _ = path.read_text().split("\n")
+    *lines, _ = bucket.read(path).split("\n")
     rows = []
     for number, line in enumerate(lines, 1):
         try:
@@ -140,6 +142,7 @@ class Workdir:
 
     Attributes:
       path: of the folder.
+      local: where files are written: this folder, or one that is copied into a bucket.
       config: of the run that was found there, with its architecture; None where there was none.
       rows: of metrics, those found and those written since.
     """
@@ -148,37 +151,44 @@ class Workdir:
         """Makes and locks the folder.
 
         Args:
-          path: of the folder.
+          path: of the folder, which may be in a bucket.
           restart: a run that is there moves aside.
-          say: is told where to.
+          say: is told where to, and of what goes wrong without ending the run.
 
         Raises:
           ConfigError: the folder can't be written to, or its run is still going on.
         """
-        self.path = epath.Path(path).resolve()
+        self.path = bucket.resolve(path)
         self._dumped: dict[str, str] = {}
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            with ExitStack() as on_error:
-                self._lock = on_error.enter_context(_lock(self.path))
-                if restart and (self.path / CONFIG).exists():
-                    say(f"the earlier run in {self.path} is now {self._move_aside()}")
-                there = (self.path / CONFIG).exists()
-                content = read_config(self.path) if there else {}
-                self.config = (
-                    {"architecture": content["architecture"], **content["config"]}
-                    if there
-                    else None
-                )
-                metrics = self.path / METRICS
-                self.rows = parse_rows(metrics) if metrics.exists() else []
-                self._metrics = _open_metrics(self.path)
-                on_error.pop_all()
-        except OSError as error:
-            raise ConfigError(
-                f"workdir {str(path)!r} is not writable: {error.strerror}; give another by "
-                "--workdir"
-            ) from error
+        with _writable(path), bucket.reachable(self.path), ExitStack() as on_error:
+            self._mirror = Mirror(self.path, say) if bucket.holds(self.path) else None
+            if self._mirror is not None:
+                on_error.callback(self._mirror.close)
+            self.local = self.path if self._mirror is None else epath.Path(self._mirror.local)
+            self.local.mkdir(parents=True, exist_ok=True)
+            self._lock = on_error.enter_context(_lock(self.local))
+            if restart:
+                self.hold()
+            if restart and (self.path / CONFIG).exists():
+                say(f"the earlier run in {self.path} is now {self._move_aside()}")
+            if self._mirror is not None:
+                self._mirror.fetch()
+            there = (self.local / CONFIG).exists()
+            content = read_config(self.path) if there else {}
+            self.config = (
+                {"architecture": content["architecture"], **content["config"]} if there else None
+            )
+            there = (self.local / METRICS).exists()
+            self.rows = parse_rows(self.path / METRICS) if there else []
+            self._metrics = _open_metrics(self.local)
+            on_error.pop_all()
+
+    def hold(self) -> None:
+        """Takes a workdir in a bucket over from a process that may still run; in a folder that was
+        refused already. Raises ``ConfigError`` if it can't be written to."""
+        if self._mirror is not None:
+            with _writable(self.path):
+                self._mirror.hold()
 
     def _move_aside(self) -> epath.Path:
         if str(self.path) == os.getcwd():
@@ -189,10 +199,11 @@ class Workdir:
         number = 1
         while (aside := self.path.with_name(f"{self.path.name}.{number}")).exists():
             number += 1
-        self.path.rename(aside)
-        self.path.mkdir()
-        self._lock.close()
-        self._lock = _lock(self.path)
+        bucket.move(self.path, aside, last=CONFIG)
+        if self._mirror is None:
+            self.path.mkdir()
+            self._lock.close()
+            self._lock = _lock(self.path)
         return aside
 
     def keep(self, step: int) -> None:
@@ -202,8 +213,8 @@ class Workdir:
 
     def _rewrite(self) -> None:
         self._metrics.close()
-        _write(self.path / METRICS, "".join(map(_line, self.rows)))
-        self._metrics = _open_metrics(self.path)
+        _write(self.local / METRICS, "".join(map(_line, self.rows)))
+        self._metrics = _open_metrics(self.local)
 
     def append(self, row: Row) -> None:
         """One row of metrics more. Raises ``SaveError`` if it can't be written."""
@@ -213,12 +224,16 @@ class Workdir:
             self._metrics.flush()
         except OSError as error:
             raise SaveError(f"{self.path / METRICS} can't be written: {error.strerror}") from error
+        if self._mirror is not None:
+            self._mirror.copy_if_due()
 
     def dump(self, name: str, content: Mapping[str, Any]) -> None:
         """Writes a JSON file, whole or not at all. Raises ``SaveError`` if it can't be written."""
         self._dumped[name] = json.dumps(content, indent=2, default=str, allow_nan=False) + "\n"
         try:
-            _write(self.path / name, self._dumped[name])
+            _write(self.local / name, self._dumped[name])
+            if self._mirror is not None:
+                self._mirror.copy()
         except OSError as error:
             raise SaveError(f"{self.path / name} can't be written: {error.strerror}") from error
 
@@ -227,8 +242,16 @@ class Workdir:
 
         Returns:
           Whether it had to be written anew.
+
+        Raises:
+          SaveError: the bucket can't be written to, or the workdir belongs to another run.
         """
         os.fsync(self._metrics.fileno())
+        if self._mirror is not None:
+            try:
+                return self._mirror.copy()
+            except OSError as error:
+                raise SaveError(f"{self.path} can't be written: {error.strerror}") from error
         if (self.path / METRICS).exists():
             return False
         self.path.mkdir(parents=True, exist_ok=True)
@@ -243,6 +266,19 @@ class Workdir:
         """Lets go of the folder."""
         self._metrics.close()
         self._lock.close()
+        if self._mirror is not None:
+            self._mirror.close()
+
+
+@contextmanager
+def _writable(path: epath.PathLike) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"workdir {str(path)!r} is not writable: {error.strerror or error}; give another by "
+            "--workdir"
+        ) from error
 
 
 def _lock(path: epath.Path) -> IO[Any]:

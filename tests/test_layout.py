@@ -12,6 +12,7 @@ FLOORS = [
     ["signals", "watchdog"],
     ["processes"],
     ["metrics", "types"],
+    ["bucket"],
     ["workdir"],
     ["prng", "returns"],
     ["nets"],

@@ -51,7 +51,8 @@ def train(config: Any, workdir: epath.PathLike | None = None, **options: Any) ->
 
     Args:
       config: a ``ConfigDict`` as ``podracer.config.default_config`` gives it, or a ``Config``.
-      workdir: folder of the run; a run that is there is continued. None writes nothing.
+      workdir: folder of the run, or gs://BUCKET/FOLDER; a run that is there is continued. None
+        writes nothing.
       **options: see ``session.Options``.
 
     Returns:

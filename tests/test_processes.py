@@ -52,6 +52,8 @@ class Job:
             "cpu_devices": 2,
             "total_steps": 16 * 8 * 3,
             "network.hidden": "(16,)",
+            "num_epochs": 1,
+            "num_minibatches": 1,
             "evaluation.episodes": 6,
             **changes,
         }
@@ -153,7 +155,13 @@ slow = pytest.mark.slow
     [
         ("anakin", "ppo", 2, {"cpu_devices": 4}),
         # Two hosts of one actor and one learner.
-        ("sebulba", "vtrace", 2, {"cpu_devices": 3, "sebulba__actor_devices": (0,)}),
+        pytest.param(
+            "sebulba",
+            "vtrace",
+            2,
+            {"cpu_devices": 3, "sebulba__actor_devices": (0,)},
+            marks=slow,
+        ),
         pytest.param("anakin", "vtrace", 2, {"cpu_devices": 4}, marks=slow),
         pytest.param("anakin", "ppo", 4, {"cpu_devices": 8}, marks=slow),
         pytest.param("anakin", "vtrace", 4, {"cpu_devices": 8}, marks=slow),

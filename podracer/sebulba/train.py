@@ -350,6 +350,6 @@ def layout(run: Run) -> dict[str, str]:
     return {
         "actors": f"devices {actors} ({kind}), {options.threads} threads each, {lag}",
         "learners": f"devices {learners}",
-        "environments": f"{run.sizes.num_envs:,} = {hosts} hosts with {threads} pools of "
-        f"{run.sizes.num_envs // hosts // threads:,}",
+        "environments": f"{run.sizes.num_envs:,} = {hosts * threads} pools of "
+        f"{run.sizes.num_envs // hosts // threads:,}" + (f" on {hosts} hosts" if hosts > 1 else ""),
     }

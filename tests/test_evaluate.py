@@ -35,7 +35,7 @@ def left_by(tmp_path, monkeypatch):
 
         def load_weights(workdir, which, like):
             loaded.append(which)
-            assert workdir == tmp_path
+            assert str(workdir) == str(tmp_path)
             shapes, expected = (jax.tree.map(np.shape, tree) for tree in (like, weights))
             assert shapes == expected
             return jax.device_put(weights, jax.devices()[0]), 3

@@ -128,11 +128,12 @@ def measure(args: argparse.Namespace) -> None:
             print(line, flush=True)
 
 
-Cells = dict[str, dict[int, tuple[float, float | None]]]
+# Mean and half its interval's width, which is NaN of a single seed; by way and batch.
+Cells = dict[str, dict[int, tuple[float, float]]]
 
 
 def collect(lines: Sequence[Line], metric: str) -> Cells:
-    """Mean and interval by way and batch, over the seeds of all lines; the reference is in all."""
+    """Means over the seeds of all lines; the reference is in every way."""
     values: dict[str, dict[int, list[float]]] = {}
     for line in lines:
         values.setdefault(line["way"], {}).setdefault(line["batch"], []).extend(line[metric])
@@ -142,7 +143,7 @@ def collect(lines: Sequence[Line], metric: str) -> Cells:
         cells[way] = {}
         for batch, returns in sorted((found | reference).items()):
             mean, half = mean_and_interval(np.array(returns))
-            cells[way][batch] = float(mean), None if half is None else float(half)
+            cells[way][batch] = float(mean), np.nan if half is None else float(half)
     return cells
 
 
@@ -154,7 +155,7 @@ def tabulate(cells: Cells) -> str:
         if batch not in cells[way]:
             return ""
         mean, half = cells[way][batch]
-        return f"{mean:.4g}" + ("" if half is None else f" ± {half:.2g}")
+        return f"{mean:.4g}" + ("" if np.isnan(half) else f" ± {half:.2g}")
 
     rows = [["batch", *cells], ["---"] * (len(cells) + 1)]
     rows += [[f"{batch:,}", *(cell(way, batch) for way in cells)] for batch in batches]

@@ -4,6 +4,7 @@ import argparse
 import json
 import pathlib
 
+import numpy as np
 import pytest
 
 from podracer.config import default_config
@@ -102,15 +103,23 @@ def test_tables_merge_seeds_and_set_out_from_the_reference(scaling):
     assert list(scaling.collect(lines[1:2], "eval")) == ["reference"]
 
 
-def test_a_run_has_a_line_and_a_figure(scaling, tmp_path):
-    line = scaling.run(config(num_seeds=2, cpu_devices=1), 128, "sqrt")
-    assert json.loads(json.dumps(line)) == line
-    assert (line["steps"], line["updates"]) == (4096, 32)
-    # CartPole's return is at least 8, its evaluation at most 500.
-    assert len(line["train"]) == len(line["eval"]) == 2
-    assert min(line["train"]) >= 8
-    assert max(line["eval"]) <= 500
-    figure = scaling.draw([{**line, "env": "e", "batch": 128, "way": "sqrt"}])
-    training, evaluation = figure.axes
-    assert training.containers[0].lines[0].get_xydata()[0, 0] == 128
-    assert evaluation.get_title() == "e: return of the final, greedy evaluation"
+def test_a_figure_has_a_panel_for_each_environment_and_metric(scaling):
+    lines = [line(256, "none", 1.0, 3.0), line(64, "reference", 4.0, 6.0), line(128, "none", 7.0)]
+    figure = scaling.draw([*lines, {**line(64, "sqrt", 1.0), "env": "f"}])
+    assert [axes.get_title() for axes in figure.axes] == [
+        f"{env}: {title}" for env in "ef" for title in scaling.METRICS.values()
+    ]
+    curve = figure.axes[0].containers[0].lines[0].get_xydata()
+    np.testing.assert_array_equal(curve, [[64, 5], [128, 7], [256, 2]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_what_comes_of_a_run(seeds, scaling):
+    found = scaling.run(config(num_seeds=seeds, cpu_devices=1), 128, "sqrt")
+    assert json.loads(json.dumps(found)) == found
+    assert (found["steps"], found["updates"]) == (4096, 32)
+    assert len(found["train"]) == len(found["eval"]) == seeds
+    # Of CartPole: who acts at random falls after some twenty steps, nobody stands longer than 500.
+    assert min(found["train"]) > 10
+    assert max(found["eval"]) <= 500

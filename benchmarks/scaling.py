@@ -137,9 +137,10 @@ def collect(lines: Sequence[Line], metric: str) -> Cells:
     values: dict[str, dict[int, list[float]]] = {}
     for line in lines:
         values.setdefault(line["way"], {}).setdefault(line["batch"], []).extend(line[metric])
-    reference = values.pop(REFERENCE, {})
+    # Alone, the reference is a way of its own.
+    reference = values.pop(REFERENCE, {}) if len(values) > 1 else {}
     cells: Cells = {}
-    for way, found in (values or {REFERENCE: {}}).items():
+    for way, found in sorted(values.items(), key=lambda item: WAYS.index(item[0])):
         cells[way] = {}
         for batch, returns in sorted((found | reference).items()):
             mean, half = mean_and_interval(np.array(returns))
@@ -155,7 +156,7 @@ def tabulate(cells: Cells) -> str:
         if batch not in cells[way]:
             return ""
         mean, half = cells[way][batch]
-        return f"{mean:.4g}" + ("" if np.isnan(half) else f" ± {half:.2g}")
+        return f"{mean:,.1f}" + ("" if np.isnan(half) else f" ± {half:,.1f}")
 
     rows = [["batch", *cells], ["---"] * (len(cells) + 1)]
     rows += [[f"{batch:,}", *(cell(way, batch) for way in cells)] for batch in batches]

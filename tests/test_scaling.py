@@ -89,15 +89,16 @@ def test_tables_merge_seeds_and_set_out_from_the_reference(scaling):
         line(64, "reference", 10.0, 14.0),
         line(256, "none", 3.0),
         line(128, "sqrt", 5.0),
+        line(256, "linear", 1234.56),
     ]
     # Student's t of one degree of freedom is 12.706, times a deviation of sqrt(2) over sqrt(2).
     assert scaling.tabulate(scaling.collect(lines, "train")) == "\n".join(
         [
-            "| batch | none | sqrt |",
-            "| --- | --- | --- |",
-            "| 64 | 12 ± 25 | 12 ± 25 |",
-            "| 128 |  | 5 |",
-            "| 256 | 2 ± 13 |  |",
+            "| batch | none | sqrt | linear |",
+            "| --- | --- | --- | --- |",
+            "| 64 | 12.0 ± 25.4 | 12.0 ± 25.4 | 12.0 ± 25.4 |",
+            "| 128 |  | 5.0 |  |",
+            "| 256 | 2.0 ± 12.7 |  | 1,234.6 |",
         ]
     )
     assert list(scaling.collect(lines[1:2], "eval")) == ["reference"]

@@ -7,7 +7,6 @@ Without ``--config`` this is PPO with separate policy and value networks of 2 x 
 """
 
 import argparse
-import importlib.metadata
 import json
 import resource
 import statistics
@@ -17,7 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from common import override, read_config
+from common import override, read_config, versions
 from jax import Array
 
 from podracer import config as config_lib
@@ -138,9 +137,7 @@ def main() -> None:
                 "peak_process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                 "peak_device_bytes": memory.get("peak_bytes_in_use"),
                 "devices": f"{sizes.num_devices} x {jax.devices()[0].device_kind}",
-                "versions": {
-                    name: importlib.metadata.version(name) for name in ("podracer", "jax", "flax")
-                },
+                "versions": versions("podracer", "jax", "flax"),
             }
         )
     )

@@ -1,6 +1,7 @@
-"""What both benchmarks do alike."""
+"""What benchmarks do alike."""
 
 import argparse
+import importlib.metadata
 import importlib.util
 from typing import Any
 
@@ -24,3 +25,8 @@ def override(config: Any, args: argparse.Namespace, *keys: str) -> None:
     for key in keys:
         if getattr(args, key) is not None:
             config[key] = getattr(args, key)
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Those that a measurement was made with."""
+    return {name: importlib.metadata.version(name) for name in packages}

@@ -11,7 +11,6 @@ which other programs on it do less.
 
 import argparse
 import collections
-import importlib.metadata
 import json
 import resource
 import statistics
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 import envpool
 import jax
 import numpy as np
-from common import override, read_config
+from common import override, read_config, versions
 
 from podracer import config as config_lib
 from podracer.sebulba.pipeline import Supervisor
@@ -201,10 +200,7 @@ def main() -> None:
                 "actors": f"{len(run.split.actors)} x {run.config.sebulba.threads} threads",
                 "learners": len(run.split.learners),
                 "device": jax.devices()[0].device_kind,
-                "versions": {
-                    name: importlib.metadata.version(name)
-                    for name in ("podracer", "jax", "envpool")
-                },
+                "versions": versions("podracer", "jax", "envpool"),
             }
         )
     )

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -186,7 +187,9 @@ class Processes:
         code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "code", 1)
         why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         if isinstance(error, jax.errors.JaxRuntimeError):
-            print(f"{why}; is another process gone?", file=sys.stderr, flush=True)
+            # Before another process' end is noticed, which may end this one first.
+            traceback.print_exception(error)
+            print("is another process gone?", file=sys.stderr, flush=True)
             self._watchdog.doubt(why)
         self._watchdog.end(0 if error is None else code, "" if error is None else why)
 

@@ -7,6 +7,8 @@ it, so that a damaged one is known.
 """
 
 import math
+import sys
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -128,7 +130,20 @@ def _score(metrics: Mapping[str, float | None]) -> float:
     return -math.inf if score is None else score
 
 
+def _barrier(*, key: str, timeout_ms: int) -> None:
+    """Orbax's barrier in the background, but for a process that has failed to write and tidies up:
+    the others are not there, and its error is to be heard."""
+    background = threading.current_thread() is not threading.main_thread()
+    if not (background and sys.exception()):
+        ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
+
+
 def _manager(folder: epath.Path, keep: int = 1, *, writes: bool = True) -> ocp.CheckpointManager:
+    """A manager that all processes write by together, or by which each one reads for itself."""
+    processes = ocp.options.MultiprocessingOptions()
+    if jax.process_count() > 1 and not writes:
+        own = jax.process_index()
+        processes = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
     policies = ocp.checkpoint_managers
     preserve = [policies.LatestN(keep), policies.BestN(get_metric_fn=_score, n=1)]
     return ocp.CheckpointManager(
@@ -145,6 +160,8 @@ def _manager(folder: epath.Path, keep: int = 1, *, writes: bool = True) -> ocp.C
             # nor saves only reads; Orbax's own option for it warns its users of itself.
             cleanup_tmp_directories=writes,
             create=writes,
+            multiprocessing_options=processes,
+            async_options=ocp.options.AsyncOptions(barrier_sync_fn=_barrier),
         ),
     )
 
@@ -165,11 +182,14 @@ class Checkpoints:
         processes: Processes,
     ):
         """``warn`` is told, in a line, of what goes wrong without ending the run; all
-        ``processes`` save and restore their parts together."""
+        ``processes`` save and restore their parts together.
+
+        A save that fails does not end a run of one process. Of several, only one may have failed,
+        and the others wait for it: it ends by ``SaveError``, as which the others know it.
+        """
         self._workdir, self._keep, self._warn = workdir, keep, warn
         self._processes = processes
-        with bucket.reachable(workdir):
-            self._manager: ocp.CheckpointManager | None = _manager(workdir / FOLDER, keep)
+        self._manager: ocp.CheckpointManager | None = None
         self._failed: str | None = None
 
     def restore(self, state: ArrayTree) -> tuple[ArrayTree, Progress]:
@@ -184,8 +204,9 @@ class Checkpoints:
         Raises:
           SaveError: there are checkpoints, but none that can be used.
         """
-        assert self._manager is not None
-        steps = sorted(self._manager.all_steps(), reverse=True)
+        folder = self._workdir / FOLDER
+        # Others may see older ones, or not all.
+        steps = self._processes.from_first(lambda: _steps(folder))
         if not steps:
             return state, Progress()
         shapes, build = _like(state)
@@ -193,37 +214,47 @@ class Checkpoints:
             x.delete()
         damaged: dict[int, str] = {}
         for step in steps:
-            try:
-                named, progress = self._read(step, shapes)
-            except Exception as error:  # What a damaged file leads to: of any kind.
-                damaged[step] = _reason(error)
-                continue
-            self._set_aside(damaged)
-            return build(named), progress
+            read, reason = self._together(lambda step=step: self._read(step, shapes))
+            if reason is None:
+                # One sum over all devices, which none may miss.
+                _, reason = self._together(lambda read=read: _check(*read))
+            if reason is None:
+                self._processes.from_first(lambda: self._set_aside(damaged))
+                arrays, progress = read
+                del progress["checksum"]
+                return build(arrays), Progress(**progress)
+            damaged[step] = reason
         raise SaveError(
             f"no checkpoint in {self._workdir / FOLDER} can be used: "
             + "; ".join(f"{step} ({reason})" for step, reason in damaged.items())
             + "; --restart begins anew and moves this run aside"
         )
 
-    def _read(self, step: int, shapes: Mapping[str, Any]) -> tuple[dict[str, Array], Progress]:
-        assert self._manager is not None
+    def _together(self, make: Callable[[], Any]) -> tuple[Any, str | None]:
+        """What ``make`` gives here, and why it has failed if it has in any process."""
+        made, reason = None, None
+        try:
+            made = make()
+        except Exception as error:  # What a damaged file leads to: of any kind.
+            if self._processes.count > 1 and isinstance(error, jax.errors.JaxRuntimeError):
+                # Rather another process that is gone.
+                raise
+            reason = _reason(error)
+        reasons = self._processes.from_all(reason)
+        if self._processes.count > 1:
+            reasons = [x and f"process {i}: {x}" for i, x in enumerate(reasons)]
+        return made, "; ".join(filter(None, reasons)) or None
+
+    def _read(self, step: int, shapes: Mapping[str, Any]) -> tuple[dict[str, Array], Any]:
+        """The arrays of this process' devices, and the content of the progress."""
         items = {k: ocp.args.StandardRestore(x) for k, x in _split(shapes).items()}
         arguments = ocp.args.Composite(**items, **{PROGRESS: ocp.args.JsonRestore()})
-        found = self._manager.restore(step, args=arguments)
-        arrays, progress = _join(found), dict(found[PROGRESS])
-        expected = progress.pop("checksum")
-        if (got := int(checksum(arrays))) != expected:
-            raise ValueError(f"its checksum is {got}, not {expected}")
-        return arrays, Progress(**progress)
+        with _manager(self._workdir / FOLDER, writes=False) as manager:
+            found = manager.restore(step, args=arguments)
+        return _join(found), dict(found[PROGRESS])
 
     def _set_aside(self, damaged: Mapping[int, str]) -> None:
         """Moves damaged checkpoints away: their numbers will be needed again."""
-        if damaged:
-            self._processes.from_first("damaged", lambda: self._move(damaged))
-            self._manager = _manager(self._workdir / FOLDER, self._keep)
-
-    def _move(self, damaged: Mapping[int, str]) -> None:
         for step, reason in damaged.items():
             aside = self._workdir / DAMAGED
             number = len(list(aside.iterdir())) if aside.exists() else 0
@@ -238,6 +269,9 @@ class Checkpoints:
           state: may be donated as soon as this returns.
           progress: of the run.
           score: mean return of the evaluation of this very state, if there was one.
+
+        Raises:
+          SaveError: this or the one before has failed, and other processes wait for this one.
         """
         # The one before has to be whole first.
         self._wait()
@@ -265,6 +299,9 @@ class Checkpoints:
     def _fail(self, error: Exception) -> None:
         # A manager counts on what it has begun to write: the next save opens a new one.
         self._manager, self._failed = None, _reason(error)
+        if self._processes.count > 1:
+            text = f"process {self._processes.index} could not write a checkpoint: {self._failed}"
+            raise SaveError(text) from error
         self._warn(f"a checkpoint could not be written ({self._failed}); training goes on")
 
     def finish(self) -> None:
@@ -275,18 +312,39 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits for what is being written, and lets go of it."""
-        self._wait()
+        try:
+            self._wait()
+        except SaveError as error:
+            # Too late to end by it: the run has ended by another.
+            self._warn(str(error))
         if self._manager is not None:
             self._manager.close()
 
 
-def load_weights(workdir: epath.PathLike, which: str, like: Weights) -> tuple[Weights, int]:
+def _check(arrays: Mapping[str, Array], progress: Mapping[str, Any]) -> None:
+    if (got := int(checksum(arrays))) != progress["checksum"]:
+        raise ValueError(f"its checksum is {got}, not {progress['checksum']}")
+
+
+def _steps(folder: epath.Path) -> list[int]:
+    """The checkpoints of a folder, newest first."""
+    with bucket.reachable(folder):
+        if not folder.exists():
+            return []
+        with _manager(folder, writes=False) as manager:
+            return sorted(manager.all_steps(), reverse=True)
+
+
+def load_weights(
+    workdir: epath.PathLike, which: str, like: Weights, processes: Processes | None = None
+) -> tuple[Weights, int]:
     """The weights of a run.
 
     Args:
       workdir: of the run.
       which: "last" or "best", by evaluation.
       like: shapes, which must be those of the run.
+      processes: that all load them; None if this one is alone.
 
     Returns:
       The weights, on the default device or as ``like`` is placed, and the number of updates that
@@ -303,7 +361,10 @@ def load_weights(workdir: epath.PathLike, which: str, like: Weights) -> tuple[We
         if not folder.exists():
             raise ConfigError(f"{str(workdir)!r} holds no checkpoints")
         manager = _manager(folder, writes=False)
-        step = manager.latest_step() if which == "last" else manager.best_step()
+    # The run may go on meanwhile.
+    step = (processes or Processes()).from_first(
+        manager.latest_step if which == "last" else manager.best_step
+    )
     if step is None:
         raise ConfigError(f"{str(workdir)!r} holds no checkpoint that is whole")
     there = manager.item_metadata(step)[WEIGHTS]

@@ -24,12 +24,13 @@ from ml_collections import config_flags
 from podracer import processes
 from podracer.config import default_config
 from podracer.errors import (
-    ActorError,
+    ERRORS,
+    FAILED,
+    INTERRUPTED,
+    OK,
     ConfigError,
-    DivergedError,
-    DriftError,
     PreemptedError,
-    SaveError,
+    code_of,
     unknown,
 )
 from podracer.session import Options
@@ -48,9 +49,7 @@ OPTIONS: dict[str, tuple[Any, str]] = {
 }
 # Sections whose keys are an environment's to know.
 OPEN_SECTIONS = ("env_params", "env_kwargs")
-ERRORS = (ConfigError, DivergedError, ActorError, SaveError, DriftError, PreemptedError)
 BAD_CONFIG, DIVERGED, ACTOR, UNSAVED, DRIFTED, PREEMPTED = (error.code for error in ERRORS)
-OK, FAILED, INTERRUPTED = 0, 1, 130
 
 
 def _config_path(argv: Sequence[str]) -> pathlib.Path:
@@ -163,7 +162,7 @@ def exit_code(command: Callable[[], Any]) -> int:
         command()
     except ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
-        return error.code
+        return code_of(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -189,8 +188,9 @@ def main(train: Callable[..., Any], argv: Sequence[str] | None = None) -> int:
     before = signal.signal(signal.SIGTERM, _end)
     try:
         return exit_code(command)
-    except Exception:
-        # Python would wait for the other processes before it tells the error.
+    except (Exception, SystemExit):
+        # Python would wait for the other processes before it tells the error. (rich ends a process
+        # whose output is closed.)
         if not processes.forsaken():
             raise
         traceback.print_exc()
@@ -204,10 +204,7 @@ def leave(code: int) -> NoReturn:
     # A thread that hangs can't be ended: Python would wait for it, or crash in its C++. JAX would
     # wait for the other processes, which are being ended by their watchdogs.
     forsaken = processes.forsaken()
-    hangs = any(
-        thread is not threading.main_thread() and not thread.name.startswith("watchdog")
-        for thread in threading.enumerate()
-    )
+    hangs = any(thread is not threading.main_thread() for thread in threading.enumerate())
     if not forsaken:
         jax.distributed.shutdown()
     if hangs or forsaken:

@@ -383,16 +383,17 @@ def cpu_cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-def auto_cpu_devices(config: Config) -> int:
-    """How many devices a CPU is split into by default: two where that was measured to be faster.
+def auto_cpu_devices(config: Config, hosts: int = 1) -> int:
+    """How many devices a host's CPU is split into by default: two where that is known to be faster.
 
     Two devices work on two minibatches' halves at once, but meet at every gradient step. That pays
     from 256 transitions a device and gradient step on (benchmarks/README.md), and was measured on
     two cores only: more devices are for ``cpu_devices`` to ask for.
     """
     devices = 2
+    total = devices * hosts
     per_step = config.num_envs * config.unroll_length // config.num_minibatches
     whole = config.agent == "vtrace" or config.network.core != "none"
     items = config.num_envs * (1 if whole else config.unroll_length)
-    divides = config.num_envs % devices == 0 and items % (devices * config.num_minibatches) == 0
-    return devices if cpu_cores() >= devices and per_step >= 256 * devices and divides else 1
+    divides = config.num_envs % total == 0 and items % (total * config.num_minibatches) == 0
+    return devices if cpu_cores() >= devices and per_step >= 256 * total and divides else 1

@@ -42,6 +42,19 @@ class PreemptedError(RuntimeError):
     code = 42
 
 
+ERRORS = (ConfigError, DivergedError, ActorError, SaveError, DriftError, PreemptedError)
+OK, FAILED, INTERRUPTED = 0, 1, 130
+
+
+def code_of(error: BaseException | None) -> int:
+    """The exit code of a command that ends by this error, if by one."""
+    if error is None:
+        return OK
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    return error.code if isinstance(error, ERRORS) else FAILED
+
+
 def check_kwargs(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
     """Raises ``ConfigError`` if an environment's maker does not take these ``env_kwargs``."""
     try:

@@ -227,10 +227,15 @@ class _Keeper:
             progress = Progress(update, clock.total(), dict(clock.seconds), self._best, pending)
             self._session.save(state, progress, score)
 
-    def end(self, state: Any, update: int, pending: Row | None = None) -> NoReturn:
-        """Saves the run, waits for that and ends as it was asked to."""
+    def save_last(self, state: Any, update: int, pending: Row | None = None) -> None:
+        """Saves the run and waits for that."""
         self.save(state, update, pending=pending)
+        self.reached(update, "waiting for the last checkpoint")
         self._session.finish_saving()
+
+    def end(self, state: Any, update: int, pending: Row | None = None) -> NoReturn:
+        """Saves the run and ends as it was asked to."""
+        self.save_last(state, update, pending)
         self._session.say(f"stops after update {update:,}; the same command goes on from there")
         raise self._session.stop.error()
 
@@ -292,15 +297,14 @@ def run(
                 keeper.judge(state, done, log.row())
             number, late = meeting.ask()
             if number is not None:
-                stop.number = number
+                stop.note(number)
                 log.flush()
                 keeper.end(state, done)
             if session.save_due(update, done) or late:
                 log.flush()
                 keeper.save(state, done)
                 meeting.saved()
-        keeper.save(state, sizes.last(progress.update))
-        session.finish_saving()
+        keeper.save_last(state, sizes.last(progress.update))
         summary = {**_summary(session.rows[-1], config.seeds, clock), **report()}
     session.finish(summary)
     return Result(state.train.weights, session.rows, summary)

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -18,16 +19,14 @@ from typing import Any, NamedTuple
 import jax
 
 # Half private, and what Orbax uses as well: whose process this is without starting any device, and
-# the key-value store of the coordination service.
-from jax._src import distributed
+# the key-value store of the coordination service; and the clusters that JAX knows.
+from jax._src import clusters, distributed
 
-from podracer.errors import ConfigError
-from podracer.watchdog import Store, Watchdog
+from podracer.errors import ERRORS, ConfigError, code_of
+from podracer.watchdog import LOST, Limits, Store, Watchdog
 
-# What ``jax.distributed.initialize`` says where there is no cluster, and where devices are in use.
-NO_CLUSTER, TOO_LATE = "coordinator_address should be defined", "must be called before"
-# A ``get`` waits this long: for ever, as the watchdog ends it.
-DAY_MS = 24 * 60 * 60 * 1000
+# A ``get`` waits for ever, as the watchdog ends it; so long at a time, as it hears no signal.
+POLL_MS = 1000
 _starts = itertools.count()
 
 
@@ -38,18 +37,23 @@ class HostsConfig:
     Attributes:
       timeout_s: seconds in which every process must be heard of, and get on; after them the others
         end. More than the longest call, evaluation and checkpoint.
+      start_timeout_s: seconds in which all must have joined, and in which each must get on until
+        all train. More than the longest compilation, and than a scheduler takes between the first
+        host and the last.
       drift_every: updates between two looks whether all devices hold the same weights, rounded up
         to whole host calls; 0 never looks.
     """
 
     timeout_s: float = 300.0
+    start_timeout_s: float = 900.0
     drift_every: int = 1000
 
     def __post_init__(self):
-        if self.timeout_s <= 0 or self.drift_every < 0:
+        if min(self.timeout_s, self.start_timeout_s) <= 0 or self.drift_every < 0:
             raise ConfigError(
-                "hosts.timeout_s must be positive and hosts.drift_every must not be negative, got "
-                f"{self.timeout_s} and {self.drift_every}"
+                "hosts.timeout_s and hosts.start_timeout_s must be positive and hosts.drift_every "
+                f"must not be negative, got {self.timeout_s}, {self.start_timeout_s} and "
+                f"{self.drift_every}"
             )
 
 
@@ -71,7 +75,7 @@ def from_environment(address: Address, environment: Mapping[str, str]) -> Addres
     """The address with what it does not say taken from JAX's environment variables.
 
     Raises:
-      ConfigError: a number is none.
+      ConfigError: a number is none, or the coordinator has no port.
     """
 
     def number(said: int | None, variable: str) -> int | None:
@@ -82,40 +86,34 @@ def from_environment(address: Address, environment: Mapping[str, str]) -> Addres
             raise ConfigError(f"{variable}={value!r} must be a number")
         return int(value)
 
+    coordinator = address.coordinator or environment.get("JAX_COORDINATOR_ADDRESS")
+    if coordinator is not None and not coordinator.rpartition(":")[2].isdecimal():
+        raise ConfigError(f"coordinator={coordinator!r} must be HOST:PORT of process 0")
     return Address(
-        address.coordinator or environment.get("JAX_COORDINATOR_ADDRESS"),
+        coordinator,
         number(address.num_processes, "JAX_NUM_PROCESSES"),
         number(address.process_id, "JAX_PROCESS_ID"),
     )
 
 
-def join(address: Address, timeout_s: float) -> None:
+def join(address: Address, hosts: HostsConfig) -> None:
     """Joins the others, if there are any to find; must come before the first use of a device.
 
     Args:
       address: what is known of them.
-      timeout_s: see ``HostsConfig``.
+      hosts: how long to wait for them.
 
     Raises:
       ConfigError: the others can't be joined as is said.
     """
     address = from_environment(address, os.environ)
-    said = any(x is not None for x in address)
     if jax.distributed.is_initialized() or address.num_processes == 1:
         return
-    # Its handler of SIGTERM would take the place of ours.
-    jax.config.update("jax_enable_preemption_service", False)
     try:
-        jax.distributed.initialize(
-            *address,
-            initialization_timeout=math.ceil(timeout_s),
-            shutdown_timeout_seconds=math.ceil(timeout_s),
-            # JAX aborts without a word of who is missing: our watchdog is to come first.
-            heartbeat_timeout_seconds=2 * math.ceil(timeout_s) + 60,
-        )
-    except (ValueError, RuntimeError) as error:
-        if not said and (NO_CLUSTER in str(error) or TOO_LATE in str(error)):
-            return
+        # Alone in its cluster, a process keeps all its devices: JAX would take one of SLURM's.
+        if any(x is not None for x in address) or _cluster_size() > 1:
+            _connect(address, hosts)
+    except Exception as error:  # What finding a cluster leads to: of any kind.
         raise ConfigError(
             f"the other processes can't be joined: {error} (--coordinator={address.coordinator} "
             f"--num_processes={address.num_processes} --process_id={address.process_id}); all "
@@ -123,8 +121,53 @@ def join(address: Address, timeout_s: float) -> None:
         ) from error
 
 
+def _cluster_size() -> int:
+    """Processes of the cluster that JAX would find; 1 where it finds none."""
+    known = clusters.ClusterEnv._cluster_types
+    found = [env for env in known if not env.opt_in_only_method and env.is_env_present()]
+    return found[0].get_process_count() if found else 1
+
+
+def _connect(address: Address, hosts: HostsConfig) -> None:
+    """Waits for the others. If they don't come, ends the process: JAX would, and name nobody."""
+    state: Any = distributed.global_state
+
+    def give_up() -> None:
+        print(
+            f"error: process {state.process_id} has waited for the other {state.num_processes - 1} "
+            f"at {state.coordinator_address} for {hosts.start_timeout_s:g} s "
+            "(hosts.start_timeout_s): do all run, and can they reach this address?",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(LOST)
+
+    # Its handler of SIGTERM would take the place of ours.
+    jax.config.update("jax_enable_preemption_service", False)
+    timer = threading.Timer(hosts.start_timeout_s, give_up)
+    timer.daemon = True
+    timer.start()
+    # JAX is to be later than we are.
+    late = 2 * math.ceil(max(hosts.timeout_s, hosts.start_timeout_s)) + 60
+    try:
+        jax.distributed.initialize(
+            *address,
+            # Where all is said, JAX is not to choose devices as on the cluster that it finds.
+            cluster_detection_method=None if None in address else "deactivate",
+            initialization_timeout=late,
+            shutdown_timeout_seconds=math.ceil(hosts.timeout_s),
+            heartbeat_timeout_seconds=late,
+        )
+    finally:
+        timer.cancel()
+
+
 class Processes:
     """The processes of a run, as one of them sees them; by default it is alone.
+
+    What they agree on goes through the key-value store of JAX's coordination service. All must ask
+    for it in the same order, as answers are numbered; one that fails meanwhile is named to the
+    others by the watchdog, which ends them.
 
     Attributes:
       index: of this one.
@@ -134,9 +177,11 @@ class Processes:
     def __init__(self, index: int = 0, count: int = 1):
         self.index, self.count = index, count
         self._client: Any = None
+        self._prefix, self._numbers = "", itertools.count()
         self._watchdog: Watchdog | None = None
+        self._ending = False
 
-    def watch(self, timeout_s: float) -> None:
+    def watch(self, hosts: HostsConfig) -> None:
         """Begins to watch over the others."""
         state: Any = distributed.global_state
         self._client = state.client
@@ -147,7 +192,9 @@ class Processes:
             entries=lambda key: dict(self._client.key_value_dir_get(prefix + key)),
         )
         host, _, port = state.coordinator_address.rpartition(":")
-        self._watchdog = Watchdog(store, self.index, self.count, timeout_s, (host, int(port)))
+        limits = Limits(hosts.start_timeout_s, hosts.timeout_s)
+        address = (host.strip("[]"), int(port))
+        self._watchdog = Watchdog(store, self.index, self.count, limits, address)
 
     @property
     def first(self) -> bool:
@@ -159,54 +206,97 @@ class Processes:
         """Whether this one has failed alone: the others can't be waited for."""
         return self._watchdog is not None and self._watchdog.alone
 
-    def reached(self, step: int, doing: str) -> None:
-        """This process has come so far, and now does this; others stop waiting for one that says
-        nothing any more."""
+    def check_devices(self) -> None:
+        """Raises ``ConfigError`` if JAX, which has started its devices, counts otherwise."""
+        if (self.index, self.count) != (jax.process_index(), jax.process_count()):
+            raise ConfigError(
+                f"JAX runs as process {jax.process_index()} of {jax.process_count()}, and this "
+                f"run as {self.index} of {self.count}: it must come before the first use of JAX, "
+                "and --num_processes=1 is for a machine that is no part of a pod"
+            )
+
+    def reached(self, step: int | None, doing: str) -> None:
+        """This process has come so far (None: it does not train yet), and now does this; others
+        stop waiting for one that says nothing any more."""
         if self._watchdog is not None:
             self._watchdog.reached(step, doing)
 
-    def from_first(self, name: str, make: Callable[[], Any]) -> Any:
-        """What ``make`` gives in process 0, where alone it is called, as JSON can tell it.
+    def beat(self) -> None:
+        """What this process does takes long, but goes on."""
+        if self._watchdog is not None:
+            self._watchdog.beat()
 
-        Args:
-          name: of its own for each use.
-          make: may raise there; the others are then ended by the watchdog.
-        """
+    def from_first(self, make: Callable[[], Any]) -> Any:
+        """What ``make`` gives in process 0, where alone it is called, as JSON can tell it."""
         value = make() if self.first else None
         if self._client is None:
             return value
-        key = f"{self._prefix}first/{name}"
+        key = f"{self._prefix}agreed/{next(self._numbers)}"
         if self.first:
             self._client.key_value_set(key, json.dumps(value))
-        return json.loads(self._client.blocking_key_value_get(key, DAY_MS))
+        return self._get(key)
+
+    def from_all(self, value: Any) -> list[Any]:
+        """What each process gives, in their order, as JSON can tell it."""
+        if self._client is None:
+            return [value]
+        key = f"{self._prefix}given/{next(self._numbers)}/"
+        self._client.key_value_set(f"{key}{self.index}", json.dumps(value))
+        return self.from_first(lambda: [self._get(f"{key}{i}") for i in range(self.count)])
+
+    def _get(self, key: str) -> Any:
+        while True:
+            try:
+                return json.loads(self._client.blocking_key_value_get(key, POLL_MS))
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+
+    def ending(self, error: BaseException | None) -> None:
+        """Tells the others that the run ends here, and by which error; before this process lets go
+        of what it holds, which takes its time. Only the first call counts."""
+        if self._watchdog is None or self._ending:
+            return
+        self._ending = True
+        why = ""
+        if error is not None:
+            why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            if not isinstance(error, (*ERRORS, KeyboardInterrupt)):
+                # Should it not come to its end.
+                traceback.print_exception(error)
+            if _of_jax(error):
+                self._watchdog.doubt(why)
+        self._watchdog.ending(code_of(error), why)
 
     def end(self, error: BaseException | None) -> None:
-        """Tells the others that the run is over here, and by which error."""
-        if self._watchdog is None:
-            return
-        code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "code", 1)
-        why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        """The run has ended here, by this error if by one."""
+        self.ending(error)
+        if self._watchdog is not None:
+            self._watchdog.end()
+
+
+def _of_jax(error: BaseException | None) -> bool:
+    """Whether JAX has failed first."""
+    while error is not None:
         if isinstance(error, jax.errors.JaxRuntimeError):
-            # Before another process' end is noticed, which may end this one first.
-            traceback.print_exception(error)
-            print("is another process gone?", file=sys.stderr, flush=True)
-            self._watchdog.doubt(why)
-        self._watchdog.end(0 if error is None else code, "" if error is None else why)
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 @contextlib.contextmanager
-def joined(address: Address, timeout_s: float) -> Iterator[Processes]:
+def joined(address: Address, hosts: HostsConfig) -> Iterator[Processes]:
     """The processes of a run, which watch over each other meanwhile.
 
     Raises:
       ConfigError: they can't be joined as is said.
     """
     global _last
-    join(address, timeout_s)
+    join(address, hosts)
     state: Any = distributed.global_state
     processes = _last = Processes(state.process_id, state.num_processes)
     if processes.count > 1:
-        processes.watch(timeout_s)
+        processes.watch(hosts)
     try:
         yield processes
     except BaseException as error:

@@ -2,7 +2,9 @@
 
 import dataclasses
 import pathlib
+import sys
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -99,6 +101,7 @@ class Session:
         self._config, self._sizes, self._options = config, sizes, options
         self._architecture = architecture
         self.processes = processes or Processes()
+        self.processes.check_devices()
         first = self.processes.first
         quiet = options.quiet or not first
         level = "quiet" if quiet else "verbose" if options.verbose else "normal"
@@ -109,15 +112,16 @@ class Session:
         self._rows: list[Row] = []
         self._saved_at = time.monotonic()
         self._profile = Profile(0, None)
-        self.stop = StopSignals()
+        self.stop = StopSignals(waits=self.processes.count > 1)
         if options.workdir is None:
             return
         with ExitStack() as on_error:
-            path = epath.Path(self.processes.from_first("workdir", lambda: self._claim(on_error)))
-            if not first and (path / workdir_lib.METRICS).exists():
-                self._rows = workdir_lib.parse_rows(path / workdir_lib.METRICS)
-            keep, say = config.checkpoint.keep, self._screen.say
-            self._checkpoints = Checkpoints(path, keep, say, self.processes)
+            path = epath.Path(self.processes.from_first(lambda: self._claim(on_error)))
+            with bucket.reachable(path):
+                check_shared(path, self.processes)
+            self._checkpoints = Checkpoints(
+                path, config.checkpoint.keep, self._warn, self.processes
+            )
             on_error.pop_all()
 
     def _claim(self, on_error: ExitStack) -> str:
@@ -136,7 +140,8 @@ class Session:
 
     @property
     def rows(self) -> list[Row]:
-        """Of metrics, those of earlier starts among them."""
+        """Of metrics, those of earlier starts among them; other processes than the first one know
+        only the last of those."""
         return self._rows if self._files is None else self._files.rows
 
     def begin(self, devices: Sequence[Device], layout: Mapping[str, str]) -> None:
@@ -176,6 +181,12 @@ class Session:
         """Shows a line of text."""
         self._screen.say(text)
 
+    def _warn(self, text: str) -> None:
+        if self.processes.first:
+            self._screen.say(text)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
     def restore(self, state: Any, clock: Clock) -> tuple[Any, Progress]:
         """Where the run goes on: at its newest checkpoint, else at its beginning.
 
@@ -188,6 +199,7 @@ class Session:
           ConfigError: the weights to begin with are of another network.
           SaveError: there are checkpoints, but none that can be used.
         """
+        self.processes.reached(None, "restoring")
         progress = Progress()
         if self._checkpoints is not None:
             state, progress = self._checkpoints.restore(state)
@@ -197,7 +209,9 @@ class Session:
         if progress.update:
             self._screen.say(f"goes on from update {progress.update:,}, step {step:,}")
         elif self._options.init_from is not None:
-            weights, update = load_weights(self._options.init_from, "last", state.train.weights)
+            weights, update = load_weights(
+                self._options.init_from, "last", state.train.weights, self.processes
+            )
             state = state.replace(train=state.train.replace(weights=weights))
             self._screen.say(
                 f"begins with the weights of {self._options.init_from} after {update:,} updates"
@@ -215,22 +229,21 @@ class Session:
     def _rewind(self, progress: Progress, step: int) -> Progress:
         """Drops the rows after this step, and the last one if it waits for its evaluation: it will
         be written again."""
-        if self._options.workdir is None:
-            return progress
-        self._keep(step)
-        over = progress.update >= self._sizes.num_updates
-        if over and progress.pending is None and "eval/episode_return" not in self.rows[-1]:
-            # By the config it was run with, it was not over.
-            progress = progress._replace(pending=self.rows[-1])
-        if progress.pending is not None:
-            self._keep(step - 1)
-        return progress
 
-    def _keep(self, step: int) -> None:
-        if self._files is not None:
-            self._files.keep(step)
-        else:
-            self._rows = [row for row in self._rows if row["step"] <= step]
+        def rewind() -> tuple[Row | None, list[Row]]:
+            files, pending = self._files, progress.pending
+            if files is not None:
+                files.keep(step)
+                over = progress.update >= self._sizes.num_updates
+                if over and pending is None and "eval/episode_return" not in files.rows[-1]:
+                    # By the config it was run with, it was not over.
+                    pending = files.rows[-1]
+                if pending is not None:
+                    files.keep(step - 1)
+            return pending, self.rows[-1:]
+
+        pending, self._rows = self.processes.from_first(rewind)
+        return progress._replace(pending=pending)
 
     def write(self, row: Row, clock: Clock) -> None:
         """Adds a row of metrics and shows it."""
@@ -304,8 +317,9 @@ class Session:
         self._screen.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._screen.__exit__(*error)
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.processes.ending(error)
+        self._screen.__exit__()
         self._profile.close()
         if self._tracker is not None:
             self._tracker.close()
@@ -313,3 +327,25 @@ class Session:
             self._checkpoints.close()
         if self._files is not None:
             self._files.close()
+
+
+def check_shared(path: epath.Path, processes: Processes) -> None:
+    """Raises ``ConfigError`` where a process does not find in the workdir what the first writes."""
+    if processes.count == 1:
+        return
+
+    def write() -> str:
+        # Of a new name: no machine can remember that there was none.
+        mark = path / f".shared-{uuid.uuid4().hex}"
+        mark.write_text("")
+        return mark.name
+
+    mark = path / processes.from_first(write)
+    missing = [i for i, found in enumerate(processes.from_all(mark.exists())) if not found]
+    if processes.first:
+        mark.unlink()
+    if missing:
+        raise ConfigError(
+            f"workdir {str(path)!r} is not the same folder for process 0 and process "
+            f"{', '.join(map(str, missing))}; give one that all processes reach by --workdir"
+        )

@@ -18,8 +18,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from podracer.errors import OK, ActorError, DriftError, PreemptedError
+
 # The exit code, as of an actor thread that hangs: start me again.
-LOST = 4
+LOST = ActorError.code
+# After these a scheduler is to start the same command again.
+AGAIN = (LOST, DriftError.code, PreemptedError.code)
+# Where stacks are written: sys.stderr may be no file.
+STDERR = 2
 
 
 class State(NamedTuple):
@@ -28,14 +34,16 @@ class State(NamedTuple):
     Attributes:
       host: where it runs.
       beat: how often it has said so.
+      moves: how often it has begun with something else; all processes do the same things.
       step: environment steps it has reached; None before the first.
       doing: what it does since.
-      code: its exit code, if it has come to its end.
+      code: its exit code, if it comes to its end.
       why: the error that has come up.
     """
 
-    host: str
+    host: str = ""
     beat: int = 0
+    moves: int = 0
     step: int | None = None
     doing: str = "starting"
     code: int | None = None
@@ -61,44 +69,52 @@ class Store(NamedTuple):
     entries: Callable[[str], Mapping[str, str]]
 
 
+class Limits(NamedTuple):
+    """Seconds of patience, see ``processes.HostsConfig``."""
+
+    start_s: float
+    run_s: float
+
+
 def name(index: int, heard: Mapping[int, Heard]) -> str:
     """A process as a person knows it."""
-    return f"process {index}" + (f" ({heard[index].state.host})" if index in heard else "")
+    host = heard[index].state.host
+    return f"process {index}" + (f" ({host})" if host else "")
 
 
-def report(heard: Mapping[int, Heard], count: int, now: float) -> str:
+def report(heard: Mapping[int, Heard], now: float) -> str:
     """What every process had last reached, a line each."""
     lines = []
-    for index in range(count):
-        if index not in heard:
+    for index, (state, at) in heard.items():
+        if not state.beat:
             lines.append(f"  process {index}: never heard of")
             continue
-        state, at = heard[index]
         step = "before its first step" if state.step is None else f"step {state.step:,}"
-        does = state.doing if state.code is None else f"ended with code {state.code}"
+        does = state.doing if state.code is None else f"ends with code {state.code}"
         why = f", {state.why}" if state.why else ""
         lines.append(f"  {name(index, heard)}: {step}, {does}{why}; heard of {now - at:.0f} s ago")
     return "\n".join(lines)
 
 
-def missing(heard: Mapping[int, Heard], count: int, now: float, timeout_s: float) -> list[int]:
+def missing(heard: Mapping[int, Heard], now: float, timeout_s: float) -> list[int]:
     """Processes that have said nothing for so long, and had not come to their end."""
     return [
-        index
-        for index in range(count)
-        if index in heard and heard[index].state.code is None and now - heard[index].at > timeout_s
+        index for index, (state, at) in heard.items() if state.code is None and now - at > timeout_s
     ]
 
 
 class Watchdog:
     """Watches over this process and all others, from two threads.
 
+    What this process says of itself is written by its main thread alone, and what was heard of the
+    others by one of the two.
+
     Attributes:
       alone: this process has ended by an error that the others have not met.
     """
 
     def __init__(
-        self, store: Store, index: int, count: int, timeout_s: float, coordinator: tuple[str, int]
+        self, store: Store, index: int, count: int, limits: Limits, coordinator: tuple[str, int]
     ):
         """Starts.
 
@@ -106,146 +122,182 @@ class Watchdog:
           store: what all processes leave messages in.
           index: of this process.
           count: of processes.
-          timeout_s: in which each must be heard of, and get on.
+          limits: in which each must be heard of, and get on.
           coordinator: address of what keeps the store.
         """
-        self._store, self._index, self._count = store, index, count
-        self._timeout_s, self._coordinator = timeout_s, coordinator
-        self._interval = min(5.0, timeout_s / 10)
+        self._store, self._index = store, index
+        self._limits, self._coordinator = limits, coordinator
+        self._interval = min(5.0, limits.run_s / 10)
         self._grace = max(3.0, 2 * self._interval)
         self._own = State(socket.gethostname())
-        self._moved = self._answered = time.monotonic()
-        self._heard: dict[int, Heard] = {}
+        self._moved = self._answered = self._started = now = time.monotonic()
+        self._heard = {i: Heard(State(), now) for i in range(count)}
         self._failed_at: dict[int, float] = {}
-        self._spoken, self._closed = threading.Event(), threading.Event()
+        self._wake, self._closed = threading.Event(), threading.Event()
         self.alone = False
         self._catch_abort()
-        for body in (self._speak, self._judge):
-            threading.Thread(target=body, name=f"watchdog {body.__name__}", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=body, name=f"watchdog {body.__name__}", daemon=True)
+            for body in (self._speak, self._judge)
+        ]
+        for thread in self._threads:
+            thread.start()
 
-    def reached(self, step: int, doing: str) -> None:
-        """The main thread has come so far, and does this now; from the first time on it must call
-        this again in time."""
-        self._own = self._own._replace(step=step, doing=doing)
+    def reached(self, step: int | None, doing: str) -> None:
+        """The main thread has come so far, and does this now; it must call this again in time."""
+        starts, moves = self._own.step is None, self._own.moves + 1
+        self._own = self._own._replace(step=step, doing=doing, moves=moves)
+        self.beat()
+        if starts:
+            self._wake.set()
+
+    def beat(self) -> None:
+        """What the main thread does takes long, but goes on."""
         self._moved = time.monotonic()
 
     def doubt(self, why: str) -> None:
         """JAX has failed in the main thread, for which the end of another process may be the cause:
-        waits until that is noticed, which ends this one, or is not."""
+        waits until that is noticed, which ends this one, or all others are heard of anew."""
         self._own = self._own._replace(why=why)
-        deadline = time.monotonic() + self._timeout_s + self._grace
-        while time.monotonic() < deadline:
-            others = [heard.state for i, heard in self._heard.items() if i != self._index]
-            if others and all(state.why or state.code is not None for state in others):
-                return
+        self.beat()
+        before = dict(self._heard)
+
+        def lives(index: int) -> bool:
+            now = self._heard[index].state
+            return now.code == OK or (not now.code and now.beat >= before[index].state.beat + 3)
+
+        while not all(lives(i) for i in before if i != self._index):
             time.sleep(0.1)
 
-    def end(self, code: int, why: str) -> None:
-        """The run is over here. After an error, waits a little for the others to end by it, too."""
+    def ending(self, code: int, why: str) -> None:
+        """Tells the others that the run ends here; this process no more ends by their errors."""
         self._own = self._own._replace(code=code, why=why)
-        self._spoken.clear()
-        deadline = time.monotonic() + self._grace + 2 * self._interval
-        while code and time.monotonic() < deadline:
-            self._spoken.wait(self._interval)
-            others = [heard.state.code for heard in self._heard.values()]
-            if len(others) == self._count and None not in others:
-                break
-            time.sleep(0.1)
-        else:
-            self.alone = bool(code)
-        self._spoken.wait(self._interval)
-        # The store may go away now. That process 0 does is still noticed: see ``_catch_abort``.
+        self.beat()
+        self._wake.set()
+
+    def end(self) -> None:
+        """The run has ended here. After an error, waits a little for the others to end by it, too;
+        then nobody watches any more."""
+        code, deadline = self._own.code, time.monotonic() + self._grace + 2 * self._interval
+
+        def together() -> bool:
+            others = [heard.state.code for i, heard in self._heard.items() if i != self._index]
+            return not code or None not in others
+
+        while not together() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self.alone = not together()
         self._closed.set()
+        self._wake.set()
+        for thread in self._threads:
+            thread.join(self._grace)
         faulthandler.cancel_dump_traceback_later()
+        if not self.alone:
+            self._let_abort()
 
     def _speak(self) -> None:
-        while not self._closed.is_set():
-            self._own = self._own._replace(beat=self._own.beat + 1)
-            said = self._own
+        beat, closing = 0, False
+        while not closing:
+            self._wake.clear()
+            # The last time for what the main thread has said last.
+            closing, beat = self._closed.is_set(), beat + 1
             try:
-                self._store.put(f"state/{self._index}", json.dumps(said))
+                said = json.dumps(self._own._replace(beat=beat))
+                self._store.put(f"state/{self._index}", said)
                 found = self._store.entries("state/")
             except Exception:  # As a store that is gone throws: the other thread notices.
                 found = {}
             now = time.monotonic()
             for key, value in found.items():
                 index, state = int(key.rpartition("/")[2]), State(*json.loads(value))
-                before = self._heard.get(index)
-                at = before.at if before and before.state.beat == state.beat else now
-                self._heard[index] = Heard(state, at)
+                if state.beat != self._heard[index].state.beat:
+                    self._heard[index] = Heard(state, now)
                 if state.code and index != self._index:
                     self._failed_at.setdefault(index, now)
             if found:
                 self._answered = now
-            if said.code == self._own.code:
-                self._spoken.set()
-            self._closed.wait(self._interval)
+            if not closing:
+                self._wake.wait(self._interval)
 
     def _judge(self) -> None:
         while not self._closed.wait(self._interval):
             # Ends the process where even this thread can't run, as a library keeps Python's lock.
-            faulthandler.dump_traceback_later(2 * self._timeout_s + 60, exit=True)
+            late = 2 * self._limits.run_s + 60
+            faulthandler.dump_traceback_later(late, exit=True, file=STDERR)
             verdict = self._verdict(time.monotonic())
-            if verdict is not None and self._own.code is None:
+            if verdict is not None:
                 self._leave(*verdict)
 
     def _verdict(self, now: float) -> tuple[int, str] | None:
         """The exit code and the reason to end, if there is one."""
-        heard, limit = dict(self._heard), self._timeout_s
+        heard, limit, said = dict(self._heard), self._limits.run_s, "hosts.timeout_s"
         # This process may be about to end by the same error.
         failed = [i for i, at in self._failed_at.items() if now - at > self._grace]
-        if failed:
+        if failed and self._own.code is None:
             state = heard[failed[0]].state
             return state.code or LOST, f"{name(failed[0], heard)} failed: {state.why}"
-        limits = f"for {limit:g} s (hosts.timeout_s)"
+        limits = f"for {limit:g} s ({said})"
         if now - self._answered > limit:
             return LOST, f"{name(0, heard)}, which coordinates, has not answered {limits}"
-        if lost := missing(heard, self._count, now, limit):
+        if lost := missing(heard, now, limit):
             names = " and ".join(name(i, heard) for i in lost)
             return LOST, f"nothing was heard of {names} {limits}"
-        if self._own.step is not None and now - self._moved > limit:
-            steps = {i: x.state.step or 0 for i, x in heard.items()}
-            behind = [name(i, heard) for i, step in steps.items() if step < max(steps.values())]
-            who = f"; behind: {' and '.join(behind)}" if behind else "; none is behind another"
-            return LOST, f"no process has got on {limits}{who}"
+        since = max(self._moved, self._started)
+        if any(state.step is None and state.code is None for state, _ in heard.values()):
+            # Some compile longer than others, which wait for them.
+            self._started = now
+            since, limit, said = self._moved, self._limits.start_s, "hosts.start_timeout_s"
+        # Those of whom nothing is heard are to be named first.
+        if now - since > limit + self._grace:
+            moves = {i: state.moves for i, (state, _) in heard.items() if state.code is None}
+            behind = [name(i, heard) for i, x in moves.items() if x < max(moves.values())]
+            who = f"behind: {' and '.join(behind)}" if behind else "none is behind another"
+            return LOST, f"no process has got on for {limit:g} s ({said}); {who}"
         return None
 
     def _leave(self, code: int, reason: str) -> None:
         """Ends the process at once: its main thread waits for what never comes."""
+        # What the main thread has failed by, and was about to end with, is the first cause.
+        code = self._own.code or code
+        again = "; the same command goes on from the last checkpoint" if code in AGAIN else ""
         text = (
-            f"error: {reason}. All processes end; the same command goes on from the last "
-            f"checkpoint. Last heard:\n"
-            f"{report(dict(self._heard), self._count, time.monotonic())}\n"
+            f"error: {reason}. All processes end{again}. Last heard:\n"
+            f"{report(dict(self._heard), time.monotonic())}\n"
             f"Where this process, {self._index}, was:"
         )
-        print(text, file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(all_threads=True)
-        if self._index == 0:
-            # With it goes the store: others are to find the true reason first.
-            time.sleep(self._grace)
-        os._exit(code)
+        try:
+            print(text, file=sys.stderr, flush=True)
+            faulthandler.dump_traceback(file=STDERR, all_threads=True)
+            if self._index == 0:
+                # With it goes the store: others are to find the true reason first.
+                time.sleep(self._grace)
+        finally:
+            os._exit(code)
 
     def _catch_abort(self) -> None:
         """JAX aborts a process at once, from C++, when process 0 closes its connection. Python's
         own handlers would never run then; this one does, in the thread that aborts."""
 
         def aborted(_: int) -> None:
-            gone = self._index != 0 and not self._reachable()
-            heard = dict(self._heard)
-            if self._own.code is not None:
-                os._exit(self._own.code or LOST)
-            first = heard[0].state if 0 in heard else State("")
-            reason = f"{name(0, heard)}, which coordinates, is gone"
+            own, first = self._own, self._heard[0].state
+            if own.code is not None:
+                print(f"error: {own.why or 'the coordinator is gone'}", file=sys.stderr, flush=True)
+                os._exit(own.code or LOST)
+            if self._index == 0 or self._reachable():
+                self._leave(LOST, "JAX or another library aborts this process, see above")
             if first.code:
-                reason = f"{name(0, heard)} failed: {first.why}"
-            self._leave(
-                (first.code or LOST) if gone else LOST,
-                reason if gone else "this process aborts by an error of a library",
-            )
+                self._leave(first.code, f"{name(0, self._heard)} failed: {first.why}")
+            self._leave(LOST, f"{name(0, self._heard)}, which coordinates, is gone")
 
         # Kept, as C does not.
         self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(aborted)
-        ctypes.CDLL(None).signal(signal.SIGABRT, self._handler)
+        self._signal = ctypes.CDLL(None).signal
+        self._signal.restype = ctypes.c_void_p
+        self._signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+        self._before = self._signal(signal.SIGABRT, ctypes.cast(self._handler, ctypes.c_void_p))
+
+    def _let_abort(self) -> None:
+        self._signal(signal.SIGABRT, self._before)
 
     def _reachable(self) -> bool:
         try:

@@ -3,6 +3,9 @@
 Real processes of two CPU devices each, joined over the loopback.
 """
 
+import contextlib
+import ctypes
+import importlib
 import json
 import os
 import pathlib
@@ -10,7 +13,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -18,10 +23,12 @@ import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 
-from podracer import anakin, checkpoint, cli, drift, mesh, processes, sebulba, watchdog
+from podracer import anakin, checkpoint, cli, drift, errors, mesh, processes, sebulba, watchdog
+from podracer import config as config_lib
 from podracer.errors import ConfigError, DriftError
 from podracer.session import Session
-from podracer.watchdog import State, Store, Watchdog
+from podracer.signals import StopSignals
+from podracer.watchdog import Limits, State, Store, Watchdog
 from tests.helpers import make_config
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -43,7 +50,7 @@ def free_port() -> int:
 class Job:
     """So many processes that run one command; killed at the end, whatever happens."""
 
-    def __init__(self, architecture: str, count: int, workdir, **changes):
+    def __init__(self, architecture: str, count: int, workdir, more=(), **changes):
         values = {
             "env": ENVS[architecture],
             "num_envs": 16,
@@ -61,7 +68,7 @@ class Job:
             *(sys.executable, "-m", f"podracer.{architecture}", "--config=configs/cartpole.py"),
             *(f"--config.{key}={value}" for key, value in values.items()),
             *(f"--workdir={workdir}", f"--num_processes={count}"),
-            f"--coordinator=127.0.0.1:{free_port()}",
+            *(f"--coordinator=127.0.0.1:{free_port()}", *more),
         ]
         self.workdir = pathlib.Path(workdir)
         self.processes = [
@@ -259,7 +266,75 @@ def test_a_failure_of_one_ends_all_with_its_code(tmp_path):
     assert "belongs to a run that is going on" in ended[1][2]
 
 
+@slow
+def test_seeds_a_trace_and_the_weights_of_another_run(tmp_path):
+    with Job("anakin", 2, tmp_path / "one", num_seeds=2) as job:
+        job.succeed()
+    more = [f"--init_from={tmp_path / 'one'}", "--profile=1"]
+    with Job("anakin", 2, tmp_path / "two", more, num_seeds=2, learning_rate=1e-30) as job:
+        job.succeed()
+    one, two = (last_arrays(epath.Path(tmp_path / name)) for name in ("one", "two"))
+    for name in [name for name in one if name.startswith("weights/")]:
+        np.testing.assert_allclose(two[name], one[name], rtol=0, atol=1e-20)
+    assert list((tmp_path / "two" / "profile").rglob("*.xplane.pb"))
+
+
+@slow
+def test_ctrl_c_to_one_saves_on_all(tmp_path):
+    with Job("anakin", 2, tmp_path, total_steps=10**9) as job:
+        job.wait_for_rows(2)
+        job.processes[1].send_signal(signal.SIGINT)
+        ended = job.finish()
+    assert [code for code, *_ in ended] == [cli.INTERRUPTED] * 2, ended
+    assert job.rows()[-1]["step"] == steps(tmp_path)[-1] * 128
+
+
+def test_two_agree_restore_and_fail_together(tmp_path):
+    command = [sys.executable, "-m", "tests.pair"]
+    port = str(free_port())
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    with contextlib.ExitStack() as stack:
+        pair = [
+            subprocess.Popen(
+                [*command, str(index), port, str(tmp_path)],
+                cwd=ROOT,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for index in range(2)
+        ]
+        for process in pair:
+            stack.callback(process.communicate)
+            stack.callback(process.kill)
+        ended = [process.communicate(timeout=120) for process in pair]
+    assert all("restored" in out for out, _ in ended), ended
+    assert [process.returncode for process in pair] == [cli.UNSAVED] * 2, ended
+    why = "process 1 could not write a checkpoint: OSError: [Errno 28] No space left on device"
+    assert f"failed: SaveError: {why}" in ended[0][1]
+    assert f"error: {why}" in ended[1][1]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_process_that_never_comes_is_waited_for_no_longer_than_is_said(index):
+    port = free_port()
+    command = f"""
+from podracer.processes import Address, HostsConfig, join
+join(Address("127.0.0.1:{port}", 2, {index}), HostsConfig(start_timeout_s=0.5))
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", command], cwd=ROOT, timeout=60, capture_output=True, text=True
+    )
+    assert ended.returncode == watchdog.LOST, ended
+    said = f"process {index} has waited for the other 1 at 127.0.0.1:{port} for 0.5 s"
+    assert said in ended.stderr
+
+
 # ---- What needs no processes.
+
+
+LIMITS = Limits(start_s=90.0, run_s=30.0)
 
 
 class Messages(dict):
@@ -270,48 +345,237 @@ class Messages(dict):
 
 
 def said(index: int, **values) -> tuple[str, str]:
-    return f"state/{index}", json.dumps(State(f"host{index}", **values))
+    return f"state/{index}", json.dumps(State(f"host{index}", **{"beat": 1, **values}))
 
 
-def verdict(monkeypatch, messages: Messages, seconds: float, step: int | None = None):
-    """What process 0 of three thinks some time later, when only it has gone on talking."""
-    watch = Watchdog(messages.store(), 0, 3, 30.0, ("127.0.0.1", 1))
-    monkeypatch.setattr(watch, "_leave", lambda *_: None)
-    if step is not None:
-        watch.reached(step, "training")
+@pytest.fixture
+def watch(monkeypatch):
+    """Starts the watchdog of process 0 of three, which never ends this process."""
+    started = []
+
+    def start(messages: Messages, limits: Limits = LIMITS) -> Watchdog:
+        watch = Watchdog(messages.store(), 0, 3, limits, ("127.0.0.1", 1))
+        monkeypatch.setattr(watch, "_leave", lambda *_: None)
+        started.append(watch)
+        wait_until(lambda: watch._heard[0].state.beat > 0)
+        return watch
+
+    yield start
+    for watch in started:
+        watch.end()
+        watch._let_abort()
+
+
+def wait_until(true) -> None:
     deadline = time.monotonic() + 5
-    while len(watch._heard) < 3 and time.monotonic() < deadline:
+    while not true():
+        assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def verdict(watch: Watchdog, seconds: float, silent: tuple[int, ...] = ()):
+    """What it thinks some time later, when all but these have gone on talking."""
     now = time.monotonic() + seconds
     watch._answered = now
-    watch._heard[0] = watch._heard[0]._replace(at=now)
-    result = watch._verdict(now)
-    watch.end(0, "")
-    return result
+    for index in {0, 1, 2} - {*silent}:
+        watch._heard[index] = watch._heard[index]._replace(at=now)
+    return watch._verdict(now)
 
 
-def test_who_is_missing_is_said(monkeypatch):
-    messages = Messages([said(1, beat=3, step=128), said(2, beat=3, step=128)])
-    assert verdict(monkeypatch, messages, 20) is None
-    code, reason = verdict(monkeypatch, messages, 40)
+def test_who_is_missing_is_said(watch):
+    dog = watch(Messages([said(1, step=128)]))
+    dog.reached(128, "training")
+    # Process 2 was never heard of.
+    assert verdict(dog, 20, (1, 2)) is None
+    code, reason = verdict(dog, 40, (1, 2))
     assert code == watchdog.LOST
-    assert "process 1 (host1) and process 2 (host2)" in reason
-    messages.update([said(1, beat=3, step=128, code=0)])
-    assert "heard of process 2 (host2)" in verdict(monkeypatch, messages, 40)[1]
-    messages.update([said(2, code=3, why="DivergedError: NaN")])
-    code, reason = verdict(monkeypatch, messages, 40)
+    assert "nothing was heard of process 1 (host1) and process 2 for 30 s" in reason
+    report = watchdog.report(dog._heard, time.monotonic())
+    assert "process 1 (host1): step 128" in report
+    assert "process 2: never heard of" in report
+
+
+def test_who_has_failed_is_said(watch):
+    dog = watch(Messages([said(1, step=128, code=0), said(2, code=3, why="DivergedError: NaN")]))
+    assert verdict(dog, 5) is None
+    code, reason = verdict(dog, 15)
     assert code == 3
     assert "process 2 (host2) failed: DivergedError: NaN" in reason
+    # Where this one ends as well, it is to tidy up.
+    dog.ending(3, "DivergedError: NaN")
+    assert verdict(dog, 15) is None
+    assert "no process has got on" in verdict(dog, 100)[1]
 
 
-def test_who_is_behind_is_said(monkeypatch):
-    messages = Messages([said(1, beat=3, step=64, code=0), said(2, beat=3, step=128, code=0)])
-    assert verdict(monkeypatch, messages, 20, 128) is None
-    code, reason = verdict(monkeypatch, messages, 40, 128)
+def test_who_is_behind_is_said(watch):
+    # At the same step, but one does not save yet.
+    dog = watch(Messages([said(1, step=64, moves=1), said(2, step=64, moves=2)]))
+    dog.reached(64, "training")
+    dog.reached(64, "saving")
+    dog._wake.set()
+    wait_until(lambda: dog._heard[0].state.moves == 2)
+    assert verdict(dog, 20) is None
+    code, reason = verdict(dog, 40)
     assert code == watchdog.LOST
-    assert "no process has got on for 30 s" in reason
-    assert "behind: process 1 (host1)" in reason
+    assert "no process has got on for 30 s (hosts.timeout_s); behind: process 1 (host1)" in reason
     assert "process 2" not in reason
+    dog.beat()
+    dog._moved += 20
+    assert verdict(dog, 40) is None
+
+
+def test_a_start_has_a_limit_of_its_own(watch):
+    messages = Messages([said(1, moves=1), said(2, step=0, moves=2)])
+    dog = watch(messages)
+    dog.reached(None, "compiling")
+    dog.reached(0, "training")
+    dog._wake.set()
+    wait_until(lambda: dog._heard[0].state.moves == 2)
+    # It trains, but process 1 compiles: that may take longer.
+    assert verdict(dog, 40) is None
+    assert "for 90 s (hosts.start_timeout_s); behind: process 1" in verdict(dog, 100)[1]
+    messages.update([said(1, beat=2, step=0, moves=2)])
+    dog._wake.set()
+    wait_until(lambda: dog._heard[1].state.moves == 2)
+    # From here on the limit is the usual one.
+    assert verdict(dog, 120) is None
+    assert "none is behind" in verdict(dog, 140)[1]
+
+
+def test_a_failure_of_jax_waits_for_those_who_live(watch):
+    messages = Messages([said(1), said(2)])
+    dog = watch(messages, LIMITS._replace(run_s=0.2))
+    doubt = threading.Thread(target=dog.doubt, args=("JaxRuntimeError",))
+    doubt.start()
+    for beat in range(2, 6):
+        messages.update([said(1, beat=beat)])
+        wait_until(lambda beat=beat: dog._heard[1].state.beat == beat)
+    # The other one is not heard of.
+    doubt.join(0.3)
+    assert doubt.is_alive()
+    messages.update([said(2, beat=2, code=0)])
+    doubt.join(5)
+    assert not doubt.is_alive()
+
+
+def test_the_end_is_told_at_once_and_what_was_changed_is_put_back(watch):
+    handlers = []
+    signal_of = ctypes.CDLL(None).signal
+    signal_of.restype, signal_of.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
+    handlers.append(signal_of(signal.SIGABRT, None))
+    signal_of(signal.SIGABRT, handlers[0])
+    messages = Messages([said(1), said(2)])
+    dog = watch(messages)
+    start = time.monotonic()
+    dog.ending(0, "")
+    dog.end()
+    assert time.monotonic() - start < 1
+    assert State(*json.loads(messages["state/0"])).code == 0
+    assert not [x for x in threading.enumerate() if x.name.startswith("watchdog")]
+    assert not dog.alone
+    assert signal_of(signal.SIGABRT, handlers[0]) == handlers[0]
+
+
+def test_one_that_fails_alone_waits_a_little_for_the_others(watch):
+    dog = watch(Messages([said(1), said(2, code=0)]), LIMITS._replace(run_s=0.2))
+    dog._grace = 0.1
+    dog.ending(1, "ValueError: wrong")
+    dog.end()
+    assert dog.alone
+
+
+def test_only_our_own_errors_have_a_code():
+    class HttpError(Exception):
+        code = 404
+
+    assert errors.code_of(None) == 0
+    assert errors.code_of(HttpError()) == 1
+    assert errors.code_of(KeyboardInterrupt()) == 130
+    assert errors.code_of(DriftError()) == 6
+
+
+def test_a_signal_to_another_process_counts_as_the_first():
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignals() as stop:
+        stop.note(signal.SIGTERM)
+        assert stop.number == signal.SIGTERM
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_second_signal_ends_a_process_that_waits_in_c():
+    command = """
+import ctypes
+from podracer.signals import StopSignals
+lock, libc = (ctypes.c_char * 64)(), ctypes.CDLL(None)
+with StopSignals(waits=True):
+    pass
+with StopSignals(waits=True):
+    print("waits", flush=True)
+    libc.pthread_mutex_lock(lock)
+    libc.pthread_mutex_lock(lock)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", command], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout.readline() == "waits\n"
+            # Until it does.
+            time.sleep(0.3)
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.3)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(10) == cli.INTERRUPTED
+        finally:
+            process.kill()
+
+
+def slurm(monkeypatch, tasks: int) -> None:
+    """Variables of a job, on the first of its nodes."""
+    for name, value in [
+        ("JOB_ID", "1"),
+        ("STEP_NODELIST", "127.0.0.1"),
+        ("NTASKS", str(tasks)),
+        ("PROCID", "0"),
+        ("LOCALID", "0"),
+    ]:
+        monkeypatch.setenv(f"SLURM_{name}", value)
+
+
+def test_a_cluster_is_joined_if_it_is_one(monkeypatch):
+    slurm(monkeypatch, 1)
+    processes.join(processes.Address(), processes.HostsConfig())
+    assert not jax.distributed.is_initialized()
+    slurm(monkeypatch, 2)
+    with pytest.raises(ConfigError, match=r"must be called before .* --num_processes=1 runs this"):
+        processes.join(processes.Address(), processes.HostsConfig())
+    monkeypatch.setenv("SLURM_NTASKS", "many")
+    with pytest.raises(ConfigError, match="can't be joined: invalid literal"):
+        processes.join(processes.Address(), processes.HostsConfig())
+
+
+def test_devices_must_be_those_of_the_processes():
+    processes.Processes().check_devices()
+    with pytest.raises(ConfigError, match="process 0 of 1, and this run as 1 of 2"):
+        processes.Processes(1, 2).check_devices()
+
+
+def test_hosts_must_be_alike(monkeypatch):
+    # Eight devices and seven: as many learners, but other actors.
+    devices = [SimpleNamespace(platform="cpu", process_index=int(i > 7)) for i in range(15)]
+    monkeypatch.setattr(mesh, "start", lambda *_, **__: devices)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    config = make_config(env="dummy:counting", sebulba__learners_per_actor=3)
+    with pytest.raises(ConfigError, match=r"all hosts .* got 1 \+ 6 and 2 \+ 6"):
+        importlib.import_module("podracer.sebulba.train").prepare(config)
+
+
+def test_the_default_number_of_devices_counts_all_hosts(monkeypatch):
+    monkeypatch.setattr(config_lib, "cpu_cores", lambda: 2)
+    config = make_config(num_envs=8, unroll_length=256, num_minibatches=2)
+    assert config_lib.auto_cpu_devices(config) == 2
+    assert config_lib.auto_cpu_devices(config, 4) == 1
 
 
 def test_an_address_is_read_from_the_environment():
@@ -319,6 +583,8 @@ def test_an_address_is_read_from_the_environment():
     address = processes.Address(num_processes=2, process_id=1)
     assert processes.from_environment(address, environment) == ("a:1", 2, 1)
     assert processes.from_environment(processes.Address(), environment) == ("a:1", 4, None)
+    with pytest.raises(ConfigError, match="coordinator='host0' must be HOST:PORT"):
+        processes.from_environment(processes.Address("host0"), {})
     with pytest.raises(ConfigError, match="JAX_PROCESS_ID='x' must be a number"):
         processes.from_environment(address._replace(process_id=None), {"JAX_PROCESS_ID": "x"})
 
@@ -328,12 +594,13 @@ def test_no_cluster_is_one_process_at_once():
 import time, jax
 from podracer import processes
 start = time.monotonic()
-with processes.joined(processes.Address(), 300.0) as joined:
-    assert (joined.index, joined.count, joined.from_first("x", lambda: 7)) == (0, 1, 7)
+with processes.joined(processes.Address(), processes.HostsConfig()) as joined:
+    assert (joined.index, joined.count, joined.from_first(lambda: 7)) == (0, 1, 7)
+    assert joined.from_all(8) == [8]
 assert time.monotonic() - start < 1
 assert not jax.distributed.is_initialized()
 try:
-    processes.join(processes.Address("localhost:1"), 300.0)
+    processes.join(processes.Address("localhost:1"), processes.HostsConfig())
 except processes.ConfigError as error:
     assert "Number of processes must be defined" in str(error), error
     assert "all three are needed" in str(error)

@@ -31,13 +31,14 @@ def compile_program(program: Program, config: Config) -> Compiled:
     return Compiled(state, step, program.evaluate.lower(state).compile())
 
 
-def prepare(config: Config) -> tuple[Program, Sizes]:
+def prepare(config: Config, joined: Processes | None = None) -> tuple[Program, Sizes]:
     """Everything that can be wrong with a configuration is found here, before it compiles."""
+    joined = joined or Processes()
     trackers.check(config.logging)
+    # Hosts may have more cores than another, but must have as many devices.
+    default = joined.from_first(lambda: config_lib.auto_cpu_devices(config, joined.count))
     # Before the environment: making one may already use JAX, which fixes the number of devices.
-    devices = mesh_lib.start(
-        config.cpu_devices or config_lib.auto_cpu_devices(config), wanted=config.cpu_devices > 0
-    )
+    devices = mesh_lib.start(config.cpu_devices or default, wanted=config.cpu_devices > 0)
     env = envs.make(config.env, config.env_kwargs, config.env_params)
     sizes = config_lib.sizes(config, len(devices))
     program = make_program(config, env, sizes, mesh_lib.make_mesh(devices))
@@ -66,14 +67,14 @@ def train(config: Any, workdir: epath.PathLike | None = None, **options: Any) ->
       SaveError: the run could not be saved or read back.
     """
     parsed, given = config_lib.parse(config), Options(workdir, **options)
-    with processes.joined(given.address, parsed.hosts.timeout_s) as joined:
+    with processes.joined(given.address, parsed.hosts) as joined:
         return _train(parsed, given, joined)
 
 
 def _train(config: Config, options: Options, joined: Processes) -> loop.Result:
     clock = metrics.Clock()
     with clock.measure("setup"):
-        program, sizes = prepare(config)
+        program, sizes = prepare(config, joined)
         session = Session("anakin", config, sizes, options, joined)
     layout = {
         "devices": f"{sizes.num_devices} x {jax.devices()[0].device_kind} "
@@ -82,6 +83,7 @@ def _train(config: Config, options: Options, joined: Processes) -> loop.Result:
     }
     with session:
         session.begin(list(program.mesh.devices.flat), layout)
+        joined.reached(None, "compiling")
         with clock.measure("compile"):
             compiled = compile_program(program, config)
             jax.block_until_ready(compiled.state)

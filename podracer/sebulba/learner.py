@@ -36,7 +36,10 @@ class Learner:
         channels: Sequence[Channel],
         sizes: Sizes,
         version: int,
+        beat: Callable[[], None],
     ):
+        """``beat`` is called with each update; the rest as in ``train.launch``."""
+        self._beat = beat
         self._update, self._mesh, self._sizes = update, mesh, sizes
         self._actor_devices, self._publisher, self._channels = actor_devices, publisher, channels
         self._clock, self._seconds = Clock(), dict[str, float]()
@@ -57,6 +60,7 @@ class Learner:
         unrolls: list[Unroll] = []
         lags: list[int] = []
         for _ in range(self._sizes.updates_per_call):
+            self._beat()
             with self._clock.measure(LEARNER_WAIT):
                 taken = [channel.get() for channel in self._channels]
             with self._clock.measure(UPDATE):

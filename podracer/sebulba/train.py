@@ -1,6 +1,6 @@
 """Trains by Sebulba: wires actors, learner and loop together."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -101,9 +101,10 @@ def prepare(config: Config, env: HostEnvironment | None = None) -> Run:
         )
         for process in range(jax.process_count())
     ]
-    if len({len(host.learners) for host in hosts}) > 1:
-        counts = ", ".join(str(len(host.learners)) for host in hosts)
-        raise ConfigError(f"all hosts must have as many learner devices, got {counts}")
+    counts = {(len(host.actors), len(host.learners)) for host in hosts}
+    if len(counts) > 1:
+        each = " and ".join(f"{actors} + {learners}" for actors, learners in sorted(counts))
+        raise ConfigError(f"all hosts must have as many actor and learner devices, got {each}")
     learners = [device for host in hosts for device in host.learners]
     return make_run(config, env, hosts[jax.process_index()], learners)
 
@@ -185,14 +186,22 @@ def pool_seeds(config: Config, env_ids: np.ndarray, generation: int, update: int
       generation: how often the pool was rebuilt.
       update: where this start of the run begins.
     """
-    total = config.num_envs + config.evaluation.episodes
+    # Hosts evaluate as many episodes each, so there may be a few more.
+    total = config.num_envs + config.evaluation.episodes + jax.process_count() - 1
     start = int(np.random.SeedSequence([config.seed, update]).generate_state(1, np.uint64)[0])
     return [(start + generation * total + int(i)) % 2**31 for i in env_ids]
 
 
-def make_evaluate(run: Run, supervisor: Supervisor) -> tuple[HostEvaluation, Any]:
+def make_evaluate(
+    run: Run, supervisor: Supervisor, alive: Callable[[], None]
+) -> tuple[HostEvaluation, Any]:
     """Evaluation on the first actor device, in a thread of its own: there a hang is noticed. Every
     host plays a part of the episodes.
+
+    Args:
+      run: what it is made of.
+      supervisor: of the threads.
+      alive: called with each step.
 
     Returns:
       What to close at the end, and ``(State) -> Episodes``.
@@ -209,10 +218,14 @@ def make_evaluate(run: Run, supervisor: Supervisor) -> tuple[HostEvaluation, Any
     make_key = jax.jit(parts_lib.evaluation_key)
     evaluation = HostEvaluation(run.env, run.parts.agent, config.evaluation, make_pool, ids)
 
+    def beat(what: str) -> None:
+        alive()
+        supervisor.beat(what)
+
     def evaluate(state: program.State) -> Episodes:
         key = make_key(state.key, state.train.step)
         weights, key = jax.device_put(mesh_lib.local((state.train.weights, key)), device)
-        own = supervisor.call("evaluation", lambda: evaluation(weights, key, supervisor.beat))
+        own = supervisor.call("evaluation", lambda: evaluation(weights, key, beat))
         played = mesh_lib.tell_all(np.concatenate(own).astype(np.float64), run.mesh)()
         # [hosts, 3 * per_host], to all episodes of one host after those of another.
         ret, length, complete = played.reshape(hosts, 3, per_host).swapaxes(0, 1).reshape(3, -1)
@@ -243,8 +256,8 @@ def train(config: Any, workdir: epath.PathLike | None = None, **options: Any) ->
       SaveError: the run could not be saved or read back.
     """
     parsed, given = config_lib.parse(config), Options(workdir, **options)
-    clock = metrics.Clock()
-    with processes.joined(given.address, parsed.hosts.timeout_s) as joined:
+    with processes.joined(given.address, parsed.hosts) as joined:
+        clock = metrics.Clock()
         with clock.measure("setup"):
             run = prepare(parsed)
             session = Session("sebulba", parsed, run.sizes, given, joined)
@@ -280,7 +293,13 @@ def compile_run(run: Run) -> Compiled:
     return Compiled(jax.block_until_ready(state), weights, update, unroll)
 
 
-def launch(run: Run, compiled: Compiled, supervisor: Supervisor, update: int = 0) -> Learner:
+def launch(
+    run: Run,
+    compiled: Compiled,
+    supervisor: Supervisor,
+    update: int = 0,
+    alive: Callable[[], None] = lambda: None,
+) -> Learner:
     """Starts all actor threads, and gives the learner that they work for.
 
     Args:
@@ -288,6 +307,7 @@ def launch(run: Run, compiled: Compiled, supervisor: Supervisor, update: int = 0
       compiled: its functions.
       supervisor: of the threads.
       update: which is the first.
+      alive: called with each update.
     """
     options = run.config.sebulba
     schedule = Schedule(
@@ -306,7 +326,7 @@ def launch(run: Run, compiled: Compiled, supervisor: Supervisor, update: int = 0
         arguments = (actor, run.env, functions, schedule, publisher, channel, supervisor)
         supervisor.start(actor.name, partial(actor_lib.run, *arguments))
     learner = Learner(
-        compiled.update, run.mesh, run.split.actors, publisher, channels, run.sizes, update
+        compiled.update, run.mesh, run.split.actors, publisher, channels, run.sizes, update, alive
     )
     learner.publish(compiled.weights)
     return learner
@@ -314,6 +334,8 @@ def launch(run: Run, compiled: Compiled, supervisor: Supervisor, update: int = 0
 
 def start(run: Run, session: Session, clock: metrics.Clock) -> loop.Result:
     """Compiles, starts the actors and trains."""
+    alive = session.processes.beat
+    session.processes.reached(None, "compiling")
     with clock.measure("compile"):
         compiled = compile_run(run)
     state, progress = session.restore(compiled.state, clock)
@@ -321,8 +343,8 @@ def start(run: Run, session: Session, clock: metrics.Clock) -> loop.Result:
     if progress.update:
         session.say("environments begin anew, as pools on the host can't be saved")
     with Supervisor(run.config.sebulba.timeout_s) as supervisor:
-        learner = launch(run, compiled, supervisor, progress.update)
-        evaluation, evaluate = make_evaluate(run, supervisor)
+        learner = launch(run, compiled, supervisor, progress.update, alive)
+        evaluation, evaluate = make_evaluate(run, supervisor, alive)
         result = loop.run(
             state,
             progress,

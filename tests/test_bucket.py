@@ -291,12 +291,18 @@ def test_checkpoints_that_are_damaged_or_half_written_give_way(store, run):
             store.pipe_file(name, b"x" * store.size(name))
     # What tells that all was written.
     store.rm_file(f"{run}/checkpoints/3/commit_success.txt")
-    restored, progress = checkpoints().restore(jax.tree.map(lambda x: x + 1, state))
+    resumed = checkpoints()
+    restored, progress = resumed.restore(jax.tree.map(lambda x: x + 1, state))
     assert progress.update == 1
     assert bits(restored) == bits(state)
     assert told == [x for x in told if x.startswith("checkpoint 2 is damaged and now")] != []
     assert files(store, f"{run}/damaged_checkpoints") == {"2.0"}
-    assert files(store, f"{run}/checkpoints") == {"1"}
+    # The half-written one is out of the way of the next one.
+    for update in (2, 3):
+        resumed.save(restored, checkpoint.Progress(update), None)
+    resumed.close()
+    assert files(store, f"{run}/checkpoints") == {"1", "2", "3"}
+    assert checkpoints().restore(restored)[1].update == 3
 
 
 @pytest.mark.slow

@@ -103,7 +103,7 @@ class SebulbaConfig:
         waits for each update, 1 acts while the learner learns from the unroll before.
       free_running: act with the newest weights instead; runs are then not reproducible.
       newest_frame: of stacked frames, send the newest alone and stack them on the device.
-      timeout_s: seconds after which a thread that does not get on is taken to hang.
+      timeout_s: seconds after which a thread that does not get on, or an update, is taken to hang.
       max_restarts: how often an actor thread rebuilds its pool before it gives up.
     """
 

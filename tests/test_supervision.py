@@ -172,6 +172,24 @@ def test_a_hang_ends_the_process_with_name_and_traceback(tmp_path):
     assert "time.sleep(3600)" in run.stderr
 
 
+def test_a_learner_that_hangs_ends_the_process(tmp_path):
+    stuck = "import time, podracer.mesh; podracer.mesh.from_parts = lambda *_: time.sleep(99)"
+    run = command("dummy:counting", tmp_path, "--config.sebulba.timeout_s=2.")
+    start = time.monotonic()
+    ended = subprocess.run(
+        [*run[:2], f"{stuck}\n{run[2]}", *run[3:]],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ended.returncode == cli.ACTOR
+    assert time.monotonic() - start < 90
+    assert "error: thread 'MainThread' hangs: the learner's update has taken" in ended.stderr
+    assert "mesh_lib.from_parts(" in ended.stderr
+
+
 def running(pid: int) -> bool:
     """Whether there is a process of that number."""
     try:

@@ -13,7 +13,7 @@ from podracer.loop import CallMetrics, check_finite
 from podracer.metrics import Clock, Row
 from podracer.rollout import EpisodeMetrics
 from podracer.sebulba import actor as actor_lib
-from podracer.sebulba.pipeline import Channel, Publisher, Unroll
+from podracer.sebulba.pipeline import Channel, Publisher, Supervisor, Unroll
 from podracer.sebulba.program import TRAJECTORY_SPECS, State
 from podracer.types import Device, Weights
 
@@ -34,12 +34,13 @@ class Learner:
         actor_devices: Sequence[Device],
         publisher: Publisher,
         channels: Sequence[Channel],
+        supervisor: Supervisor,
         sizes: Sizes,
         version: int,
         beat: Callable[[], None],
     ):
         """``beat`` is called with each update; the rest as in ``train.launch``."""
-        self._beat = beat
+        self._supervisor, self._beat = supervisor, beat
         self._update, self._mesh, self._sizes = update, mesh, sizes
         self._actor_devices, self._publisher, self._channels = actor_devices, publisher, channels
         self._clock, self._seconds = Clock(), dict[str, float]()
@@ -47,9 +48,10 @@ class Learner:
 
     def publish(self, weights: Weights) -> None:
         """Gives weights to all actor devices, once they are there."""
-        local = mesh_lib.local(weights)
-        copies = {device: jax.device_put(local, device) for device in self._actor_devices}
-        jax.block_until_ready(list(copies.values()))
+        with self._supervisor.doing("the learner's publishing of weights"):
+            local = mesh_lib.local(weights)
+            copies = {device: jax.device_put(local, device) for device in self._actor_devices}
+            jax.block_until_ready(list(copies.values()))
         self._publisher.publish(self.version, copies)
 
     def step(self, state: State) -> tuple[State, CallMetrics]:
@@ -63,7 +65,8 @@ class Learner:
             self._beat()
             with self._clock.measure(LEARNER_WAIT):
                 taken = [channel.get() for channel in self._channels]
-            with self._clock.measure(UPDATE):
+            doing = self._supervisor.doing("the learner's update")
+            with doing, self._clock.measure(UPDATE):
                 trajectories = tuple(
                     mesh_lib.from_parts(unroll.parts, self._mesh, TRAJECTORY_SPECS)
                     for unroll in taken

@@ -5,12 +5,14 @@ Each actor thread has a bounded ``Channel`` for its unrolls; weights go the othe
 stops all. Every wait ends when it says stop.
 """
 
+import contextlib
+import os
 import queue
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from podracer.errors import ActorError
@@ -50,19 +52,28 @@ class Supervisor:
 
     As a context manager it ends them when the block does, and raises ``ActorError`` if one failed
     even after its work was done. Threads are daemons: one that hangs in C++ can't be ended, and
-    must not keep the process.
+    must not keep the process. Within the block a thread of its own watches the main thread, which
+    watches all others: where that hangs, nobody is left to end anything, and so the process ends.
 
     Attributes:
       stopping: set when everything has to end.
     """
 
-    def __init__(self, timeout: float):
-        """``timeout``: seconds in which a thread must get on with what it is doing."""
+    def __init__(self, timeout: float, *, alone: bool = True):
+        """Starts nothing yet.
+
+        Args:
+          timeout: seconds in which a thread must get on with what it is doing.
+          alone: whether the main thread waits for no other process, so that it can be timed.
+        """
         self.stopping = threading.Event()
-        self._timeout = timeout
+        self._timeout, self._alone = timeout, alone
         self._threads: dict[str, threading.Thread] = {}
         self._doing: dict[str, tuple[str, float]] = {}
         self._failure: tuple[str, BaseException] | None = None
+        self._main: tuple[threading.Thread, str, float] | None = None
+        self._closed = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="supervisor", daemon=True)
 
     def start(self, name: str, body: Callable[[], None]) -> None:
         """Runs ``body`` in a thread of that name."""
@@ -91,6 +102,15 @@ class Supervisor:
         self.check_stopping()
         self._doing[threading.current_thread().name] = (what, time.monotonic())
 
+    @contextlib.contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """The main thread does this, and must be done in time."""
+        self._main = threading.current_thread(), what, time.monotonic()
+        try:
+            yield
+        finally:
+            self._main = None
+
     def idle(self) -> bool:
         """Whether all threads wait for somebody else, or have ended."""
         return not self._doing
@@ -107,13 +127,27 @@ class Supervisor:
             text = "".join(traceback.format_exception(error))
             raise ActorError(f"thread {name!r} failed: {error!r}\n{text}") from error
         for name, (what, since) in list(self._doing.items()):
-            if time.monotonic() - since > self._timeout:
-                frame = sys._current_frames().get(self._threads[name].ident or 0)
-                text = "".join(traceback.format_stack(frame)) if frame else ""
-                raise ActorError(
-                    f"thread {name!r} hangs: {what} has taken more than "
-                    f"sebulba.timeout_s={self._timeout:g} seconds\n{text}"
-                )
+            self._check_time(self._threads[name], what, since)
+
+    def _check_time(self, thread: threading.Thread, what: str, since: float) -> None:
+        if time.monotonic() - since > self._timeout:
+            frame = sys._current_frames().get(thread.ident or 0)
+            text = "".join(traceback.format_stack(frame)) if frame else ""
+            raise ActorError(
+                f"thread {thread.name!r} hangs: {what} has taken more than "
+                f"sebulba.timeout_s={self._timeout:g} seconds\n{text}"
+            )
+
+    def _watch(self) -> None:
+        while not self._closed.wait(LOOK):
+            main = self._main
+            try:
+                if main is not None:
+                    self._check_time(*main)
+            except ActorError as error:
+                # It waits in C++, for a device: no exception reaches it there.
+                print(f"error: {error}", file=sys.stderr, flush=True)
+                os._exit(error.code)
 
     def wait(self, done: Callable[[float], bool]) -> None:
         """Calls ``done(seconds)``, which waits that long at most, until it is true. Waiting for
@@ -153,10 +187,15 @@ class Supervisor:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def __enter__(self) -> "Supervisor":
+        if self._alone:
+            self._watcher.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close()
+        self._closed.set()
+        if self._alone:
+            self._watcher.join()
         if kind is None:
             self.check()
 

@@ -326,7 +326,15 @@ def launch(
         arguments = (actor, run.env, functions, schedule, publisher, channel, supervisor)
         supervisor.start(actor.name, partial(actor_lib.run, *arguments))
     learner = Learner(
-        compiled.update, run.mesh, run.split.actors, publisher, channels, run.sizes, update, alive
+        compiled.update,
+        run.mesh,
+        run.split.actors,
+        publisher,
+        channels,
+        supervisor,
+        run.sizes,
+        update,
+        alive,
     )
     learner.publish(compiled.weights)
     return learner
@@ -342,7 +350,9 @@ def start(run: Run, session: Session, clock: metrics.Clock) -> loop.Result:
     compiled = compiled._replace(state=state, weights=program.copy(state.train.weights))
     if progress.update:
         session.say("environments begin anew, as pools on the host can't be saved")
-    with Supervisor(run.config.sebulba.timeout_s) as supervisor:
+    # Among several processes, hosts.timeout_s is for what waits for another one.
+    alone = session.processes.count == 1
+    with Supervisor(run.config.sebulba.timeout_s, alone=alone) as supervisor:
         learner = launch(run, compiled, supervisor, progress.update, alive)
         evaluation, evaluate = make_evaluate(run, supervisor, alive)
         result = loop.run(

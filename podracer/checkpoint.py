@@ -213,7 +213,10 @@ class Checkpoints:
         for x in jax.tree.leaves(state):
             x.delete()
         damaged: dict[int, str] = {}
+        read = None
         for step in steps:
+            # Nothing of the one before is to take memory meanwhile.
+            read = None
             read, reason = self._together(lambda step=step: self._read(step, shapes))
             if reason is None:
                 # One sum over all devices, which none may miss.
@@ -277,7 +280,8 @@ class Checkpoints:
         self._wait()
         try:
             self._manager = self._manager or _manager(self._workdir / FOLDER, self._keep)
-            if progress.update in self._manager.all_steps():
+            manager = self._manager
+            if self._processes.from_first(lambda: progress.update in manager.all_steps()):
                 return
             arrays = named(state)
             content = {**progress._asdict(), "checksum": int(jax.device_get(checksum(arrays)))}

@@ -36,8 +36,12 @@ class DriftError(RuntimeError):
     code = 6
 
 
-class PreemptedError(RuntimeError):
-    """The system asked the run to end; it has been saved. The commands exit with code 42."""
+class PreemptedError(BaseException):
+    """The system asked the run to end; it has been saved. The commands exit with code 42.
+
+    Like ``KeyboardInterrupt`` no ``Exception``: what tries again after a failure must not take it
+    for one.
+    """
 
     code = 42
 

@@ -297,7 +297,7 @@ def run(
                 keeper.judge(state, done, log.row())
             number, late = meeting.ask()
             if number is not None:
-                stop.note(number)
+                stop.number = number
                 log.flush()
                 keeper.end(state, done)
             if session.save_due(update, done) or late:

@@ -10,10 +10,12 @@ import itertools
 import json
 import math
 import os
+import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +24,8 @@ import jax
 # the key-value store of the coordination service; and the clusters that JAX knows.
 from jax._src import clusters, distributed
 
-from podracer.errors import ERRORS, ConfigError, code_of
+from podracer import signals
+from podracer.errors import ERRORS, INTERRUPTED, ConfigError, PreemptedError, code_of
 from podracer.watchdog import LOST, Limits, Store, Watchdog
 
 # A ``get`` waits for ever, as the watchdog ends it; so long at a time, as it hears no signal.
@@ -87,7 +90,8 @@ def from_environment(address: Address, environment: Mapping[str, str]) -> Addres
         return int(value)
 
     coordinator = address.coordinator or environment.get("JAX_COORDINATOR_ADDRESS")
-    if coordinator is not None and not coordinator.rpartition(":")[2].isdecimal():
+    host, _, port = (coordinator or "").rpartition(":")
+    if coordinator is not None and not (host and port.isdecimal()):
         raise ConfigError(f"coordinator={coordinator!r} must be HOST:PORT of process 0")
     return Address(
         coordinator,
@@ -132,15 +136,20 @@ def _connect(address: Address, hosts: HostsConfig) -> None:
     """Waits for the others. If they don't come, ends the process: JAX would, and name nobody."""
     state: Any = distributed.global_state
 
+    def leave(code: int, why: str) -> int:
+        known = f"process {state.process_id} of {state.num_processes} at"
+        who = f"{known} {state.coordinator_address}" if state.coordinator_address else "a process"
+        print(f"error: {who}, which waited for the others, {why}", file=sys.stderr, flush=True)
+        return code
+
     def give_up() -> None:
-        print(
-            f"error: process {state.process_id} has waited for the other {state.num_processes - 1} "
-            f"at {state.coordinator_address} for {hosts.start_timeout_s:g} s "
-            "(hosts.start_timeout_s): do all run, and can they reach this address?",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(LOST)
+        limit = f"{hosts.start_timeout_s:g} s (hosts.start_timeout_s)"
+        why = f"has given up after {limit}: do all run, and can they reach this address?"
+        os._exit(leave(LOST, why))
+
+    def interrupted(number: int) -> int:
+        code = INTERRUPTED if number == signal.SIGINT else PreemptedError.code
+        return leave(code, f"was asked to end by {signal.Signals(number).name}")
 
     # Its handler of SIGTERM would take the place of ours.
     jax.config.update("jax_enable_preemption_service", False)
@@ -150,14 +159,16 @@ def _connect(address: Address, hosts: HostsConfig) -> None:
     # JAX is to be later than we are.
     late = 2 * math.ceil(max(hosts.timeout_s, hosts.start_timeout_s)) + 60
     try:
-        jax.distributed.initialize(
-            *address,
-            # Where all is said, JAX is not to choose devices as on the cluster that it finds.
-            cluster_detection_method=None if None in address else "deactivate",
-            initialization_timeout=late,
-            shutdown_timeout_seconds=math.ceil(hosts.timeout_s),
-            heartbeat_timeout_seconds=late,
-        )
+        # Nothing has begun that would have to be saved.
+        with signals.ending_at(1, interrupted):
+            jax.distributed.initialize(
+                *address,
+                # Where all is said, JAX is not to choose devices as on the cluster that it finds.
+                cluster_detection_method=None if None in address else "deactivate",
+                initialization_timeout=late,
+                shutdown_timeout_seconds=math.ceil(hosts.timeout_s),
+                heartbeat_timeout_seconds=late,
+            )
     finally:
         timer.cancel()
 
@@ -207,12 +218,13 @@ class Processes:
         return self._watchdog is not None and self._watchdog.alone
 
     def check_devices(self) -> None:
-        """Raises ``ConfigError`` if JAX, which has started its devices, counts otherwise."""
-        if (self.index, self.count) != (jax.process_index(), jax.process_count()):
+        """Raises ``ConfigError`` if JAX, which has started its devices, counts otherwise. (Their
+        order is its own: a TPU numbers its hosts itself.)"""
+        if self.count != jax.process_count():
             raise ConfigError(
-                f"JAX runs as process {jax.process_index()} of {jax.process_count()}, and this "
-                f"run as {self.index} of {self.count}: it must come before the first use of JAX, "
-                "and --num_processes=1 is for a machine that is no part of a pod"
+                f"JAX runs in {jax.process_count()} processes, and this run in {self.count}: it "
+                "must come before the first use of JAX, and --num_processes=1 is for a machine "
+                "that is no part of a pod"
             )
 
     def reached(self, step: int | None, doing: str) -> None:
@@ -229,8 +241,10 @@ class Processes:
     def from_first(self, make: Callable[[], Any]) -> Any:
         """What ``make`` gives in process 0, where alone it is called, as JSON can tell it."""
         value = make() if self.first else None
-        if self._client is None:
+        if self._watchdog is None:
             return value
+        # Those who wait are further than the first one, should that never come to here.
+        self._watchdog.moved()
         key = f"{self._prefix}agreed/{next(self._numbers)}"
         if self.first:
             self._client.key_value_set(key, json.dumps(value))
@@ -238,8 +252,9 @@ class Processes:
 
     def from_all(self, value: Any) -> list[Any]:
         """What each process gives, in their order, as JSON can tell it."""
-        if self._client is None:
+        if self._watchdog is None:
             return [value]
+        self._watchdog.moved()
         key = f"{self._prefix}given/{next(self._numbers)}/"
         self._client.key_value_set(f"{key}{self.index}", json.dumps(value))
         return self.from_first(lambda: [self._get(f"{key}{i}") for i in range(self.count)])
@@ -259,20 +274,25 @@ class Processes:
             return
         self._ending = True
         why = ""
-        if error is not None:
-            why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            if not isinstance(error, (*ERRORS, KeyboardInterrupt)):
-                # Should it not come to its end.
-                traceback.print_exception(error)
-            if _of_jax(error):
-                self._watchdog.doubt(why)
-        self._watchdog.ending(code_of(error), why)
+        try:
+            if error is not None:
+                why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                if not isinstance(error, (*ERRORS, KeyboardInterrupt)):
+                    # Should it not come to its end.
+                    traceback.print_exception(error)
+                # What asks a run to end is none, wherever it comes.
+                if isinstance(error, Exception) and _of_jax(error):
+                    self._watchdog.doubt(why)
+        finally:
+            self._watchdog.ending(code_of(error), why)
 
     def end(self, error: BaseException | None) -> None:
         """The run has ended here, by this error if by one."""
-        self.ending(error)
-        if self._watchdog is not None:
-            self._watchdog.end()
+        try:
+            self.ending(error)
+        finally:
+            if self._watchdog is not None:
+                self._watchdog.end()
 
 
 def _of_jax(error: BaseException | None) -> bool:
@@ -295,14 +315,16 @@ def joined(address: Address, hosts: HostsConfig) -> Iterator[Processes]:
     join(address, hosts)
     state: Any = distributed.global_state
     processes = _last = Processes(state.process_id, state.num_processes)
-    if processes.count > 1:
-        processes.watch(hosts)
-    try:
-        yield processes
-    except BaseException as error:
-        processes.end(error)
-        raise
-    processes.end(None)
+    with ExitStack() as stack:
+        if processes.count > 1:
+            stack.enter_context(signals.ending_at(2, lambda number: 128 + number))
+            processes.watch(hosts)
+        try:
+            yield processes
+        except BaseException as error:
+            processes.end(error)
+            raise
+        processes.end(None)
 
 
 _last = Processes()

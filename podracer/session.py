@@ -1,6 +1,7 @@
 """One start of a run: what it continues, what it shows and leaves, and how it is asked to end."""
 
 import dataclasses
+import json
 import pathlib
 import sys
 import time
@@ -15,7 +16,7 @@ from etils import epath
 from podracer import bucket, trackers
 from podracer import view as view_lib
 from podracer import workdir as workdir_lib
-from podracer.checkpoint import Checkpoints, Progress, load_weights
+from podracer.checkpoint import FOLDER, Checkpoints, Progress, load_weights
 from podracer.config import Config, Sizes
 from podracer.errors import ConfigError
 from podracer.metrics import Clock, Row
@@ -26,6 +27,9 @@ from podracer.screen import Screen
 from podracer.signals import StopSignals
 from podracer.types import Device
 from podracer.workdir import Workdir, check_same_run
+
+# Packages whose versions must be the same in all processes.
+ALIKE = ("podracer", "jax", "jaxlib")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +106,7 @@ class Session:
         self._architecture = architecture
         self.processes = processes or Processes()
         self.processes.check_devices()
+        check_alike(architecture, config, options, self.processes)
         first = self.processes.first
         quiet = options.quiet or not first
         level = "quiet" if quiet else "verbose" if options.verbose else "normal"
@@ -112,7 +117,7 @@ class Session:
         self._rows: list[Row] = []
         self._saved_at = time.monotonic()
         self._profile = Profile(0, None)
-        self.stop = StopSignals(waits=self.processes.count > 1)
+        self.stop = StopSignals()
         if options.workdir is None:
             return
         with ExitStack() as on_error:
@@ -135,6 +140,7 @@ class Session:
             for line in check_same_run(files.config, now):
                 say(line)
         files.hold()
+        files.make(FOLDER)
         self._profile = Profile(options.profile, files.local / "profile")
         return str(files.path)
 
@@ -205,7 +211,7 @@ class Session:
             state, progress = self._checkpoints.restore(state)
         clock.resume(progress.wall_time, progress.seconds)
         step = progress.update * self._sizes.steps_per_update
-        progress = self._rewind(progress, step)
+        progress = self._rewind(progress, step, clock)
         if progress.update:
             self._screen.say(f"goes on from update {progress.update:,}, step {step:,}")
         elif self._options.init_from is not None:
@@ -226,7 +232,7 @@ class Session:
         self._saved_at = time.monotonic()
         return state, progress
 
-    def _rewind(self, progress: Progress, step: int) -> Progress:
+    def _rewind(self, progress: Progress, step: int, clock: Clock) -> Progress:
         """Drops the rows after this step, and the last one if it waits for its evaluation: it will
         be written again."""
 
@@ -235,9 +241,10 @@ class Session:
             if files is not None:
                 files.keep(step)
                 over = progress.update >= self._sizes.num_updates
-                if over and pending is None and "eval/episode_return" not in files.rows[-1]:
-                    # By the config it was run with, it was not over.
-                    pending = files.rows[-1]
+                last = files.rows[-1] if files.rows else {"step": step, "wall_time": clock.total()}
+                if over and pending is None and "eval/episode_return" not in last:
+                    # By the config it was run with, it was not over; or its rows were lost.
+                    pending = last
                 if pending is not None:
                     files.keep(step - 1)
             return pending, self.rows[-1:]
@@ -318,15 +325,30 @@ class Session:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.processes.ending(error)
-        self._screen.__exit__()
-        self._profile.close()
-        if self._tracker is not None:
-            self._tracker.close()
-        if self._checkpoints is not None:
-            self._checkpoints.close()
-        if self._files is not None:
-            self._files.close()
+        with ExitStack() as last_first:
+            for each in (self._files, self._checkpoints, self._tracker, self._profile):
+                if each is not None:
+                    last_first.callback(each.close)
+            last_first.callback(self._screen.__exit__)
+            self.processes.ending(error)
+
+
+def check_alike(architecture: str, config: Config, options: Options, processes: Processes) -> None:
+    """Raises ``ConfigError`` where processes were not started by the same command."""
+    own = {
+        "architecture": architecture,
+        "workdir": options.workdir is not None,
+        "init_from": options.init_from is not None,
+        **{x: version for x, version in workdir_lib.versions().items() if x in ALIKE},
+        **dataclasses.asdict(config),
+    }
+    first, *others = processes.from_all(json.loads(json.dumps(own, default=str)))
+    for index, other in enumerate(others, 1):
+        for key, (expected, got) in workdir_lib.differences(first, other).items():
+            raise ConfigError(
+                f"process {index} has {key}={got!r} and process 0 has {expected!r}: all must be "
+                "started by the same command"
+            )
 
 
 def check_shared(path: epath.Path, processes: Processes) -> None:

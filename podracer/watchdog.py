@@ -35,6 +35,7 @@ class State(NamedTuple):
       host: where it runs.
       beat: how often it has said so.
       moves: how often it has begun with something else; all processes do the same things.
+      signs: how often it has shown that it goes on.
       step: environment steps it has reached; None before the first.
       doing: what it does since.
       code: its exit code, if it comes to its end.
@@ -44,6 +45,7 @@ class State(NamedTuple):
     host: str = ""
     beat: int = 0
     moves: int = 0
+    signs: int = 0
     step: int | None = None
     doing: str = "starting"
     code: int | None = None
@@ -51,10 +53,12 @@ class State(NamedTuple):
 
 
 class Heard(NamedTuple):
-    """What was last heard of a process, and when that was new, by this process' own clock."""
+    """What was last heard of a process, and when that was new, by this process' own clock; and when
+    it had gone on."""
 
     state: State
     at: float
+    moved: float
 
 
 class Store(NamedTuple):
@@ -70,10 +74,15 @@ class Store(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Seconds of patience, see ``processes.HostsConfig``."""
+    """Seconds of patience, see ``processes.HostsConfig``; until all train, and then."""
 
     start_s: float
     run_s: float
+
+    def said(self, starts: bool) -> tuple[float, str]:
+        """One of them, and how it is told."""
+        key, limit = ("start_timeout_s", self.start_s) if starts else ("timeout_s", self.run_s)
+        return limit, f"for {limit:g} s (hosts.{key})"
 
 
 def name(index: int, heard: Mapping[int, Heard]) -> str:
@@ -85,7 +94,7 @@ def name(index: int, heard: Mapping[int, Heard]) -> str:
 def report(heard: Mapping[int, Heard], now: float) -> str:
     """What every process had last reached, a line each."""
     lines = []
-    for index, (state, at) in heard.items():
+    for index, (state, at, _) in heard.items():
         if not state.beat:
             lines.append(f"  process {index}: never heard of")
             continue
@@ -96,10 +105,12 @@ def report(heard: Mapping[int, Heard], now: float) -> str:
     return "\n".join(lines)
 
 
-def missing(heard: Mapping[int, Heard], now: float, timeout_s: float) -> list[int]:
-    """Processes that have said nothing for so long, and had not come to their end."""
+def missing(heard: Mapping[int, Heard], now: float, limits: Limits) -> list[int]:
+    """Processes that have said nothing for too long, and had not come to their end."""
     return [
-        index for index, (state, at) in heard.items() if state.code is None and now - at > timeout_s
+        index
+        for index, (state, at, _) in heard.items()
+        if state.code is None and now - at > limits.said(starts=not state.beat)[0]
     ]
 
 
@@ -129,9 +140,9 @@ class Watchdog:
         self._limits, self._coordinator = limits, coordinator
         self._interval = min(5.0, limits.run_s / 10)
         self._grace = max(3.0, 2 * self._interval)
-        self._own = State(socket.gethostname())
+        self._own, self._signs = State(socket.gethostname()), 0
         self._moved = self._answered = self._started = now = time.monotonic()
-        self._heard = {i: Heard(State(), now) for i in range(count)}
+        self._heard = {i: Heard(State(), now, now) for i in range(count)}
         self._failed_at: dict[int, float] = {}
         self._wake, self._closed = threading.Event(), threading.Event()
         self.alone = False
@@ -145,14 +156,20 @@ class Watchdog:
 
     def reached(self, step: int | None, doing: str) -> None:
         """The main thread has come so far, and does this now; it must call this again in time."""
-        starts, moves = self._own.step is None, self._own.moves + 1
-        self._own = self._own._replace(step=step, doing=doing, moves=moves)
-        self.beat()
+        starts = self._own.step is None
+        self._own = self._own._replace(step=step, doing=doing)
+        self.moved()
         if starts:
             self._wake.set()
 
+    def moved(self) -> None:
+        """The main thread goes on to what all processes do next."""
+        self._own = self._own._replace(moves=self._own.moves + 1)
+        self.beat()
+
     def beat(self) -> None:
         """What the main thread does takes long, but goes on."""
+        self._signs += 1
         self._moved = time.monotonic()
 
     def doubt(self, why: str) -> None:
@@ -202,7 +219,7 @@ class Watchdog:
             # The last time for what the main thread has said last.
             closing, beat = self._closed.is_set(), beat + 1
             try:
-                said = json.dumps(self._own._replace(beat=beat))
+                said = json.dumps(self._own._replace(beat=beat, signs=self._signs))
                 self._store.put(f"state/{self._index}", said)
                 found = self._store.entries("state/")
             except Exception:  # As a store that is gone throws: the other thread notices.
@@ -210,8 +227,10 @@ class Watchdog:
             now = time.monotonic()
             for key, value in found.items():
                 index, state = int(key.rpartition("/")[2]), State(*json.loads(value))
-                if state.beat != self._heard[index].state.beat:
-                    self._heard[index] = Heard(state, now)
+                before = self._heard[index]
+                if state.beat != before.state.beat:
+                    moved = now if state.signs != before.state.signs else before.moved
+                    self._heard[index] = Heard(state, now, moved)
                 if state.code and index != self._index:
                     self._failed_at.setdefault(index, now)
             if found:
@@ -230,35 +249,45 @@ class Watchdog:
 
     def _verdict(self, now: float) -> tuple[int, str] | None:
         """The exit code and the reason to end, if there is one."""
-        heard, limit, said = dict(self._heard), self._limits.run_s, "hosts.timeout_s"
+        heard, limits = dict(self._heard), self._limits
         # This process may be about to end by the same error.
-        failed = [i for i, at in self._failed_at.items() if now - at > self._grace]
+        failed = [i for i, at in dict(self._failed_at).items() if now - at > self._grace]
         if failed and self._own.code is None:
             state = heard[failed[0]].state
             return state.code or LOST, f"{name(failed[0], heard)} failed: {state.why}"
-        limits = f"for {limit:g} s ({said})"
+        limit, how_long = limits.said(starts=False)
         if now - self._answered > limit:
-            return LOST, f"{name(0, heard)}, which coordinates, has not answered {limits}"
-        if lost := missing(heard, now, limit):
+            return LOST, f"{name(0, heard)}, which coordinates, has not answered {how_long}"
+        if lost := missing(heard, now, limits):
             names = " and ".join(name(i, heard) for i in lost)
-            return LOST, f"nothing was heard of {names} {limits}"
-        since = max(self._moved, self._started)
-        if any(state.step is None and state.code is None for state, _ in heard.values()):
-            # Some compile longer than others, which wait for them.
+            _, how_long = limits.said(starts=any(not heard[i].state.beat for i in lost))
+            return LOST, f"nothing was heard of {names} {how_long}"
+        return self._stuck(heard, now)
+
+    def _stuck(self, heard: Mapping[int, Heard], now: float) -> tuple[int, str] | None:
+        """The same where all talk, but none goes on: whoever does will come to those who wait."""
+        since = max(self._moved, *(each.moved for each in heard.values()))
+        going = {i: state for i, (state, *_) in heard.items() if state.code is None}
+        starts = any(state.step is None for state in going.values())
+        if starts:
             self._started = now
-            since, limit, said = self._moved, self._limits.start_s, "hosts.start_timeout_s"
+        else:
+            since = max(since, self._started)
+        limit, how_long = self._limits.said(starts)
         # Those of whom nothing is heard are to be named first.
-        if now - since > limit + self._grace:
-            moves = {i: state.moves for i, (state, _) in heard.items() if state.code is None}
-            behind = [name(i, heard) for i, x in moves.items() if x < max(moves.values())]
-            who = f"behind: {' and '.join(behind)}" if behind else "none is behind another"
-            return LOST, f"no process has got on for {limit:g} s ({said}); {who}"
-        return None
+        if now - since <= limit + self._grace:
+            return None
+        least = min((state.moves for state in going.values()), default=0)
+        behind = [i for i, state in going.items() if state.moves == least]
+        who = "none is behind another"
+        if len(behind) < len(going):
+            who = f"behind: {' and '.join(name(i, heard) for i in behind)}"
+        return LOST, f"no process has got on {how_long}; {who}"
 
     def _leave(self, code: int, reason: str) -> None:
         """Ends the process at once: its main thread waits for what never comes."""
         # What the main thread has failed by, and was about to end with, is the first cause.
-        code = self._own.code or code
+        code = code if self._own.code is None else self._own.code
         again = "; the same command goes on from the last checkpoint" if code in AGAIN else ""
         text = (
             f"error: {reason}. All processes end{again}. Last heard:\n"
@@ -283,10 +312,10 @@ class Watchdog:
             if own.code is not None:
                 print(f"error: {own.why or 'the coordinator is gone'}", file=sys.stderr, flush=True)
                 os._exit(own.code or LOST)
-            if self._index == 0 or self._reachable():
-                self._leave(LOST, "JAX or another library aborts this process, see above")
             if first.code:
                 self._leave(first.code, f"{name(0, self._heard)} failed: {first.why}")
+            if self._index == 0 or self._reachable():
+                self._leave(LOST, "JAX or another library aborts this process, see above")
             self._leave(LOST, f"{name(0, self._heard)}, which coordinates, is gone")
 
         # Kept, as C does not.

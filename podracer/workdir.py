@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import IO, Any
@@ -189,6 +190,15 @@ class Workdir:
         if self._mirror is not None:
             with _writable(self.path):
                 self._mirror.hold()
+
+    def make(self, folder: str) -> None:
+        """Makes a folder that others write to later, which a bucket needs not. Raises
+        ``ConfigError`` if they can't."""
+        if self._mirror is None:
+            path = self.path / folder
+            with _writable(path):
+                path.mkdir(exist_ok=True)
+                tempfile.TemporaryFile(dir=path).close()
 
     def _move_aside(self) -> epath.Path:
         if str(self.path) == os.getcwd():

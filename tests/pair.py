@@ -3,6 +3,7 @@
 python -m tests.pair INDEX PORT FOLDER
 """
 
+import dataclasses
 import pathlib
 import sys
 
@@ -13,10 +14,11 @@ from etils import epath
 from orbax.checkpoint import future
 
 from podracer import checkpoint, cli, mesh
+from podracer import config as config_lib
 from podracer.checkpoint import Checkpoints, Progress
 from podracer.errors import ConfigError
 from podracer.processes import Address, HostsConfig, Processes, joined
-from podracer.session import check_shared
+from podracer.session import Options, check_alike, check_shared
 
 # So much that each process' part gets a file of its own.
 NOISE = np.random.default_rng(0).random(4096, np.float32)
@@ -37,6 +39,18 @@ def share(processes: Processes, folder: epath.Path) -> None:
     with pytest.raises(ConfigError, match="not the same folder for process 0 and process 1"):
         check_shared(own, processes)
     assert not list(folder.glob(".shared*"))
+
+
+def start_alike(processes: Processes) -> None:
+    """What was not started by the same command is refused by both."""
+    config = config_lib.parse(config_lib.default_config())
+    check_alike("anakin", config, Options(), processes)
+    other = dataclasses.replace(config, learning_rate=1.0 + processes.index)
+    with pytest.raises(ConfigError, match=r"learning_rate=2\.0 and process 0 has 1\.0"):
+        check_alike("anakin", other, Options(), processes)
+    options = Options(workdir="runs/x" if processes.first else None)
+    with pytest.raises(ConfigError, match="process 1 has workdir=False and process 0 has True"):
+        check_alike("anakin", config, options, processes)
 
 
 def state(value: float) -> dict:
@@ -101,6 +115,7 @@ def main(index: int, port: int, folder: str) -> None:
     with joined(address, HostsConfig(timeout_s=10.0)) as processes:
         processes.check_devices()
         agree(processes)
+        start_alike(processes)
         share(processes, epath.Path(folder))
         checkpoints = restore(processes, epath.Path(folder))
         print("restored", flush=True)

@@ -121,6 +121,13 @@ def test_unwritable_workdir(tmp_path, capsys, nothing_compiles):
     assert "is not writable" in capsys.readouterr().err
 
 
+def test_unwritable_checkpoints(tmp_path, capsys, nothing_compiles):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("a file is in the way")
+    assert run(tmp_path) == cli.BAD_CONFIG
+    assert "run/checkpoints' is not writable" in capsys.readouterr().err
+
+
 def test_a_tracker_whose_package_is_missing(tmp_path, capsys, monkeypatch, nothing_compiles):
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert run(tmp_path, "--config.logging.wandb") == cli.BAD_CONFIG

@@ -27,7 +27,6 @@ from podracer import anakin, checkpoint, cli, drift, errors, mesh, processes, se
 from podracer import config as config_lib
 from podracer.errors import ConfigError, DriftError
 from podracer.session import Session
-from podracer.signals import StopSignals
 from podracer.watchdog import Limits, State, Store, Watchdog
 from tests.helpers import make_config
 
@@ -280,10 +279,13 @@ def test_seeds_a_trace_and_the_weights_of_another_run(tmp_path):
 
 
 @slow
-def test_ctrl_c_to_one_saves_on_all(tmp_path):
+def test_ctrl_c_to_one_after_the_other_saves_on_all(tmp_path):
     with Job("anakin", 2, tmp_path, total_steps=10**9) as job:
         job.wait_for_rows(2)
         job.processes[1].send_signal(signal.SIGINT)
+        # As a scheduler does it: the other one, which has heard by then, saves.
+        time.sleep(0.1)
+        job.processes[0].send_signal(signal.SIGINT)
         ended = job.finish()
     assert [code for code, *_ in ended] == [cli.INTERRUPTED] * 2, ended
     assert job.rows()[-1]["step"] == steps(tmp_path)[-1] * 128
@@ -327,8 +329,42 @@ join(Address("127.0.0.1:{port}", 2, {index}), HostsConfig(start_timeout_s=0.5))
         [sys.executable, "-c", command], cwd=ROOT, timeout=60, capture_output=True, text=True
     )
     assert ended.returncode == watchdog.LOST, ended
-    said = f"process {index} has waited for the other 1 at 127.0.0.1:{port} for 0.5 s"
+    said = f"process {index} of 2 at 127.0.0.1:{port}, which waited for the others, has given up"
     assert said in ended.stderr
+    assert "after 0.5 s (hosts.start_timeout_s)" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, cli.PREEMPTED), (signal.SIGINT, cli.INTERRUPTED)]
+)
+def test_one_that_waits_for_others_can_be_asked_to_end(number, code):
+    command = f"""
+import signal
+from podracer import cli, processes
+def initialize(*_, initialization_timeout, **__):
+    print("waits", flush=True)
+    join(*_, initialization_timeout=initialization_timeout, **__)
+join, processes.jax.distributed.initialize = processes.jax.distributed.initialize, initialize
+signal.signal(signal.SIGTERM, cli._end)
+processes.join(processes.Address("127.0.0.1:{free_port()}", 2, 0), processes.HostsConfig())
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", command],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout.readline() == "waits\n"
+            # Until it does.
+            time.sleep(0.5)
+            process.send_signal(number)
+            _, errors = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert process.returncode == code, errors
+    assert f"was asked to end by {signal.Signals(number).name}" in errors
 
 
 # ---- What needs no processes.
@@ -382,14 +418,28 @@ def verdict(watch: Watchdog, seconds: float, silent: tuple[int, ...] = ()):
     return watch._verdict(now)
 
 
+def hears(watch: Watchdog, index: int, **values) -> None:
+    """Waits until it has heard this of a process."""
+    watch._wake.set()
+
+    def known() -> bool:
+        state = watch._heard[index].state
+        return all(getattr(state, name) == value for name, value in values.items())
+
+    wait_until(known)
+
+
 def test_who_is_missing_is_said(watch):
     dog = watch(Messages([said(1, step=128)]))
     dog.reached(128, "training")
-    # Process 2 was never heard of.
     assert verdict(dog, 20, (1, 2)) is None
+    # Process 2 was never heard of: it may still have to come.
     code, reason = verdict(dog, 40, (1, 2))
     assert code == watchdog.LOST
-    assert "nothing was heard of process 1 (host1) and process 2 for 30 s" in reason
+    assert "nothing was heard of process 1 (host1) for 30 s (hosts.timeout_s)" in reason
+    assert "process 2" not in reason
+    code, reason = verdict(dog, 100, (1, 2))
+    assert "nothing was heard of process 1 (host1) and process 2 for 90 s" in reason
     report = watchdog.report(dog._heard, time.monotonic())
     assert "process 1 (host1): step 128" in report
     assert "process 2: never heard of" in report
@@ -409,19 +459,34 @@ def test_who_has_failed_is_said(watch):
 
 def test_who_is_behind_is_said(watch):
     # At the same step, but one does not save yet.
-    dog = watch(Messages([said(1, step=64, moves=1), said(2, step=64, moves=2)]))
+    messages = Messages([said(1, step=64, moves=1), said(2, step=64, moves=2)])
+    dog = watch(messages)
     dog.reached(64, "training")
     dog.reached(64, "saving")
-    dog._wake.set()
-    wait_until(lambda: dog._heard[0].state.moves == 2)
+    hears(dog, 0, moves=2)
     assert verdict(dog, 20) is None
     code, reason = verdict(dog, 40)
     assert code == watchdog.LOST
     assert "no process has got on for 30 s (hosts.timeout_s); behind: process 1 (host1)" in reason
     assert "process 2" not in reason
-    dog.beat()
-    dog._moved += 20
+    # One of them goes on, as long as it takes: the others wait for it.
+    messages.update([said(1, beat=2, signs=1, step=64, moves=1)])
+    hears(dog, 1, signs=1)
+    dog._heard[1] = dog._heard[1]._replace(moved=time.monotonic() + 20)
     assert verdict(dog, 40) is None
+    assert verdict(dog, 60) is not None
+    dog.beat()
+    dog._moved += 40
+    assert verdict(dog, 60) is None
+
+
+def test_what_another_thread_says_changes_nothing_else(watch):
+    dog = watch(Messages([said(1), said(2)]))
+    beats = threading.Thread(target=lambda: [dog.beat() for _ in range(100)])
+    beats.start()
+    dog.ending(3, "DivergedError: NaN")
+    beats.join()
+    hears(dog, 0, code=3, signs=101)
 
 
 def test_a_start_has_a_limit_of_its_own(watch):
@@ -429,14 +494,12 @@ def test_a_start_has_a_limit_of_its_own(watch):
     dog = watch(messages)
     dog.reached(None, "compiling")
     dog.reached(0, "training")
-    dog._wake.set()
-    wait_until(lambda: dog._heard[0].state.moves == 2)
+    hears(dog, 0, moves=2)
     # It trains, but process 1 compiles: that may take longer.
     assert verdict(dog, 40) is None
     assert "for 90 s (hosts.start_timeout_s); behind: process 1" in verdict(dog, 100)[1]
     messages.update([said(1, beat=2, step=0, moves=2)])
-    dog._wake.set()
-    wait_until(lambda: dog._heard[1].state.moves == 2)
+    hears(dog, 1, moves=2)
     # From here on the limit is the usual one.
     assert verdict(dog, 120) is None
     assert "none is behind" in verdict(dog, 140)[1]
@@ -494,23 +557,51 @@ def test_only_our_own_errors_have_a_code():
     assert errors.code_of(DriftError()) == 6
 
 
-def test_a_signal_to_another_process_counts_as_the_first():
-    before = signal.getsignal(signal.SIGTERM)
-    with StopSignals() as stop:
-        stop.note(signal.SIGTERM)
-        assert stop.number == signal.SIGTERM
-        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
-    assert signal.getsignal(signal.SIGTERM) == before
+class Told:
+    """Stands in for a watchdog, and fails while it doubts."""
+
+    alone = False
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda *arguments: self.calls.append((name, *arguments))
+
+    def doubt(self, why):
+        self.calls.append(("doubt", why))
+        raise KeyboardInterrupt
+
+
+def test_what_asks_a_run_to_end_is_no_failure_of_jax():
+    for error, code in ((KeyboardInterrupt(), 130), (errors.PreemptedError("asked"), 42)):
+        joined = processes.Processes(0, 2)
+        joined._watchdog = told = Told()
+        # As it comes where JAX's store has just been asked in vain.
+        error.__context__ = jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+        joined.end(error)
+        assert [(name, *rest[:1]) for name, *rest in told.calls] == [("ending", code), ("end",)]
+
+
+def test_an_impatient_signal_does_not_keep_the_end_from_the_others():
+    joined = processes.Processes(0, 2)
+    joined._watchdog = told = Told()
+    with pytest.raises(KeyboardInterrupt):
+        joined.end(jax.errors.JaxRuntimeError("INTERNAL"))
+    assert [name for name, *_ in told.calls] == ["doubt", "ending", "end"]
 
 
 def test_a_second_signal_ends_a_process_that_waits_in_c():
     command = """
-import ctypes
-from podracer.signals import StopSignals
+import ctypes, signal, threading
+from podracer.signals import StopSignals, ending_at
 lock, libc = (ctypes.c_char * 64)(), ctypes.CDLL(None)
-with StopSignals(waits=True):
+before = signal.set_wakeup_fd(-1)
+with ending_at(2, lambda number: 128 + number):
     pass
-with StopSignals(waits=True):
+assert signal.set_wakeup_fd(-1) == before
+assert threading.active_count() == 1
+with ending_at(2, lambda number: 128 + number), StopSignals():
     print("waits", flush=True)
     libc.pthread_mutex_lock(lock)
     libc.pthread_mutex_lock(lock)
@@ -557,7 +648,7 @@ def test_a_cluster_is_joined_if_it_is_one(monkeypatch):
 
 def test_devices_must_be_those_of_the_processes():
     processes.Processes().check_devices()
-    with pytest.raises(ConfigError, match="process 0 of 1, and this run as 1 of 2"):
+    with pytest.raises(ConfigError, match="JAX runs in 1 processes, and this run in 2"):
         processes.Processes(1, 2).check_devices()
 
 
@@ -583,8 +674,9 @@ def test_an_address_is_read_from_the_environment():
     address = processes.Address(num_processes=2, process_id=1)
     assert processes.from_environment(address, environment) == ("a:1", 2, 1)
     assert processes.from_environment(processes.Address(), environment) == ("a:1", 4, None)
-    with pytest.raises(ConfigError, match="coordinator='host0' must be HOST:PORT"):
-        processes.from_environment(processes.Address("host0"), {})
+    for wrong in ("host0", "1234", ":1234"):
+        with pytest.raises(ConfigError, match=f"coordinator='{wrong}' must be HOST:PORT"):
+            processes.from_environment(processes.Address(wrong), {})
     with pytest.raises(ConfigError, match="JAX_PROCESS_ID='x' must be a number"):
         processes.from_environment(address._replace(process_id=None), {"JAX_PROCESS_ID": "x"})
 

@@ -303,6 +303,31 @@ def test_only_damaged_checkpoints_are_an_error(tmp_path):
         anakin.train(resumable(), tmp_path / "run", quiet=True)
 
 
+@leftovers
+def test_a_signal_while_a_checkpoint_is_read_damages_nothing(tmp_path, monkeypatch):
+    whole = anakin.train(resumable(), tmp_path / "run", quiet=True)
+
+    def asked(*_):
+        raise errors.PreemptedError("by SIGTERM")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.Checkpoints, "_read", asked)
+        with pytest.raises(errors.PreemptedError):
+            anakin.train(resumable(), tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run" / "damaged_checkpoints").exists()
+    again = anakin.train(resumable(), tmp_path / "run", quiet=True)
+    assert bits(again.weights) == bits(whole.weights)
+
+
+def test_a_finished_run_whose_rows_are_lost_is_judged_again(tmp_path):
+    whole = anakin.train(resumable(), tmp_path / "run", quiet=True)
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    again = anakin.train(resumable(), tmp_path / "run", quiet=True)
+    (row,) = again.metrics
+    assert row["step"] == whole.metrics[-1]["step"]
+    assert row["eval/episode_return"] == whole.metrics[-1]["eval/episode_return"]
+
+
 def test_any_changed_element_changes_the_checksum():
     rng = np.random.default_rng(0)
     arrays = {

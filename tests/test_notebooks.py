@@ -81,7 +81,12 @@ def test_runs_from_top_to_bottom(name, tmp_path):
     assert names == list(BUDGETS[name])
     cell.source = "\n".join(f"{key} = {value}" for key, value in BUDGETS[name].items())
     client = nbclient.NotebookClient(
-        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+        notebook,
+        timeout=600,
+        # After 4 seconds, by default, it would go on without what a cell has still to show.
+        iopub_timeout=300,
+        kernel_name="python3",
+        resources={"metadata": {"path": tmp_path}},
     )
     client.execute(env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"})
     check_pictures(name, notebook)

@@ -1,10 +1,14 @@
 """Several agents in one program: each is what it would be alone."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
 
-from podracer import anakin, sebulba, view
+from podracer import anakin, prng, sebulba, view
+from podracer.anakin.train import prepare
+from podracer.config import parse
 from podracer.errors import ConfigError
 from tests.helpers import make_config
 
@@ -61,6 +65,17 @@ def test_each_agent_is_the_single_run_of_its_seed(changes, tmp_path):
     # And they resume like one.
     longer = config(seed=7, num_seeds=SEEDS, total_steps=16 * 8 * 7, **changes)
     assert anakin.train(longer, tmp_path / "all", quiet=True).metrics[:5] == together.metrics
+
+
+@pytest.mark.parametrize("core", ["none", "gru", "lstm"])
+def test_no_batch_of_matrices_is_factored_at_the_start(core):
+    """Two CPU devices of jaxlib 0.10 wait for each other in it, for ever."""
+    parsed = parse(config(num_seeds=SEEDS, network__core=core))
+    program, _ = prepare(parsed)
+    text = program.init.lower(prng.keys(parsed.seeds)).as_text()
+    operands = re.findall(r"@lapack_\w+\(.*?\) .*? : \((.*?)\)", text)
+    assert operands
+    assert not [x for x in operands if re.search(r"tensor<\d+x\d+x\d+x", x)], operands
 
 
 def test_sebulba_has_one_seed():

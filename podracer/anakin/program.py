@@ -6,6 +6,7 @@ updates in one host call. Environments and weights never leave the devices.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -126,7 +127,10 @@ def make_program(
     init = make_init(env, parts, sizes, config.stagger)
     step = make_step(env, parts, sizes)
     if config.num_seeds > 1:
-        init, step, evaluate = jax.vmap(init), jax.vmap(step), jax.vmap(evaluate)
+        # One after another: jaxlib 0.10 factors batches of matrices, as orthogonal weights need, on
+        # the threads that its devices already hold, and on a CPU they then wait for each other.
+        init = partial(jax.lax.map, init)
+        step, evaluate = jax.vmap(step), jax.vmap(evaluate)
     return Program(
         init=jax.jit(mesh_lib.per_device(init, mesh, replicated, specs)),
         step=jax.jit(

@@ -139,11 +139,17 @@ def _barrier(*, key: str, timeout_ms: int) -> None:
 
 
 def _manager(folder: epath.Path, keep: int = 1, *, writes: bool = True) -> ocp.CheckpointManager:
-    """A manager that all processes write by together, or by which each one reads for itself."""
+    """A manager that all processes write by together, or by which each one reads for itself.
+
+    Where processes are named, they meet at JAX's coordinator, and not in a collective of all
+    devices: that of a CPU may still be under way on some when the next one begins on others.
+    """
     processes = ocp.options.MultiprocessingOptions()
-    if jax.process_count() > 1 and not writes:
-        own = jax.process_index()
-        processes = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
+    if jax.process_count() > 1:
+        active = set(range(jax.process_count())) if writes else {jax.process_index()}
+        processes = ocp.options.MultiprocessingOptions(
+            primary_host=min(active), active_processes=active
+        )
     policies = ocp.checkpoint_managers
     preserve = [policies.LatestN(keep), policies.BestN(get_metric_fn=_score, n=1)]
     return ocp.CheckpointManager(
@@ -159,7 +165,8 @@ def _manager(folder: epath.Path, keep: int = 1, *, writes: bool = True) -> ocp.C
             # What a process that was killed has left half-written. A manager that neither cleans up
             # nor saves only reads; Orbax's own option for it warns its users of itself.
             cleanup_tmp_directories=writes,
-            create=writes,
+            # With named processes Orbax does not make it.
+            create=False,
             multiprocessing_options=processes,
             async_options=ocp.options.AsyncOptions(barrier_sync_fn=_barrier),
         ),
@@ -213,7 +220,6 @@ class Checkpoints:
         for x in jax.tree.leaves(state):
             x.delete()
         damaged: dict[int, str] = {}
-        read = None
         for step in steps:
             # Nothing of the one before is to take memory meanwhile.
             read = None
@@ -279,8 +285,9 @@ class Checkpoints:
         # The one before has to be whole first.
         self._wait()
         try:
-            self._manager = self._manager or _manager(self._workdir / FOLDER, self._keep)
-            manager = self._manager
+            folder = self._workdir / FOLDER
+            self._processes.from_first(lambda: folder.mkdir(parents=True, exist_ok=True))
+            manager = self._manager = self._manager or _manager(folder, self._keep)
             if self._processes.from_first(lambda: progress.update in manager.all_steps()):
                 return
             arrays = named(state)

@@ -136,21 +136,23 @@ def _connect(address: Address, hosts: HostsConfig) -> None:
     """Waits for the others. If they don't come, ends the process: JAX would, and name nobody."""
     state: Any = distributed.global_state
 
-    def leave(code: int, why: str) -> int:
+    def say(why: str) -> None:
         known = f"process {state.process_id} of {state.num_processes} at"
         who = f"{known} {state.coordinator_address}" if state.coordinator_address else "a process"
         print(f"error: {who}, which waited for the others, {why}", file=sys.stderr, flush=True)
-        return code
 
     def give_up() -> None:
         limit = f"{hosts.start_timeout_s:g} s (hosts.start_timeout_s)"
-        why = f"has given up after {limit}: do all run, and can they reach this address?"
-        os._exit(leave(LOST, why))
+        say(f"has given up after {limit}: do all run, and can they reach this address?")
+        os._exit(LOST)
 
     def interrupted(number: int) -> int:
-        code = INTERRUPTED if number == signal.SIGINT else PreemptedError.code
-        return leave(code, f"was asked to end by {signal.Signals(number).name}")
+        say(f"was asked to end by {signal.Signals(number).name}")
+        return INTERRUPTED if number == signal.SIGINT else PreemptedError.code
 
+    # Programs with collectives would overtake each other on a CPU where each process runs them on
+    # one device, so that processes would run them in different orders.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     # Its handler of SIGTERM would take the place of ours.
     jax.config.update("jax_enable_preemption_service", False)
     timer = threading.Timer(hosts.start_timeout_s, give_up)

@@ -88,7 +88,9 @@ def test_runs_from_top_to_bottom(name, tmp_path):
         kernel_name="python3",
         resources={"metadata": {"path": tmp_path}},
     )
-    client.execute(env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"})
+    # Other tests of this process may have imported envpool, which chooses a backend for matplotlib.
+    env = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
+    client.execute(env={**env, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"})
     check_pictures(name, notebook)
 
 

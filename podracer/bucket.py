@@ -45,6 +45,7 @@ def locate(path: epath.PathLike) -> epath.Path:
         raise ConfigError(
             f"workdir {text!r} must be a folder or gs://BUCKET/FOLDER; no other store is supported"
         )
+    # Only to see that they are there. What Google shares between packages no type checker finds.
     try:
         import gcsfs  # noqa: F401
         import google.cloud.storage  # noqa: F401  # pyright: ignore[reportMissingImports]

@@ -51,6 +51,13 @@ def command(env: str, tmp_path, *arguments: str) -> list[str]:
     ]
 
 
+def finished(arguments: list[str]) -> subprocess.CompletedProcess:
+    """A command that has come to its end, with what it said."""
+    return subprocess.run(
+        arguments, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+    )
+
+
 @pytest.mark.parametrize(
     "how",
     ["nan", *(pytest.param(how, marks=pytest.mark.slow) for how in ("raise", "shape"))],
@@ -158,13 +165,8 @@ def test_divergence_is_no_fault_of_the_environment():
 
 
 def test_a_hang_ends_the_process_with_name_and_traceback(tmp_path):
-    run = subprocess.run(
+    run = finished(
         command("faulty:hang", tmp_path, "--config.sebulba.timeout_s=2."),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
     )
     assert run.returncode == cli.ACTOR
     assert "hangs: stepping its pool has taken more than sebulba.timeout_s=2 s" in run.stderr
@@ -176,13 +178,8 @@ def test_a_learner_that_hangs_ends_the_process(tmp_path):
     stuck = "import time, podracer.mesh; podracer.mesh.from_parts = lambda *_: time.sleep(99)"
     run = command("dummy:counting", tmp_path, "--config.sebulba.timeout_s=2.")
     start = time.monotonic()
-    ended = subprocess.run(
+    ended = finished(
         [*run[:2], f"{stuck}\n{run[2]}", *run[3:]],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
     )
     assert ended.returncode == cli.ACTOR
     assert time.monotonic() - start < 90
@@ -202,18 +199,13 @@ def running(pid: int) -> bool:
 def test_a_hang_leaves_no_process_of_an_environment(tmp_path):
     pids = tmp_path / "pids"
     pids.mkdir()
-    run = subprocess.run(
+    run = finished(
         command(
             "gymnasium:tests.sleeper:Sleeper-v0",
             tmp_path,
             f"--config.env_kwargs.folder={pids}",
             "--config.sebulba.timeout_s=3.",
         ),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
     )
     assert run.returncode == cli.ACTOR
     assert "hangs: stepping its pool" in run.stderr
@@ -227,13 +219,8 @@ def test_a_hang_leaves_no_process_of_an_environment(tmp_path):
 
 
 def test_a_failure_ends_the_process_within_ten_seconds(tmp_path):
-    run = subprocess.run(
+    run = finished(
         command("faulty:raise", tmp_path, "--config.sebulba.max_restarts=0"),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
     )
     now = time.time()
     assert run.returncode == cli.ACTOR

@@ -22,7 +22,12 @@ from flax import nnx
 from podracer.nets.conv import Conv
 from podracer.nets.resnet import ResNet
 
-SHAPES = {"minatar": (10, 10, 4), "nature": (84, 84, 4), "resnet": (84, 84, 4)}
+SHAPES = {
+    "minatar": (10, 10, 4),
+    "shallow": (84, 84, 4),
+    "nature": (84, 84, 4),
+    "resnet": (84, 84, 4),
+}
 
 
 def make_torso(name: str, *, own: bool) -> nnx.Module:

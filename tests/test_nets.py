@@ -11,11 +11,18 @@ from podracer import prng
 from podracer.errors import ConfigError
 from podracer.nets import actor_critic
 from podracer.nets.actor_critic import NetworkConfig
+from podracer.nets.conv import LAYERS
 from podracer.nets.convolve import convolve
 from podracer.types import Box, Discrete, Spec
 
 BOX = Box((2,), -np.ones(2), np.ones(2))
-SHAPES = {"mlp": (3, 2), "minatar": (10, 10, 4), "nature": (84, 84, 4), "resnet": (20, 20, 3)}
+SHAPES = {
+    "mlp": (3, 2),
+    "minatar": (10, 10, 4),
+    "shallow": (84, 84, 4),
+    "nature": (84, 84, 4),
+    "resnet": (20, 20, 3),
+}
 
 
 def make(shape, action=None, **config):
@@ -121,7 +128,7 @@ def test_impossible_networks(changes, message):
 
 
 def test_convolutions_refuse_what_is_no_image_or_too_small():
-    for torso, shape in itertools.product(("minatar", "nature", "resnet"), ((4,), (2, 2, 2))):
+    for torso, shape in itertools.product((*LAYERS, "resnet"), ((4,), (2, 2, 2))):
         if (torso, shape) == ("resnet", (2, 2, 2)):
             continue  # It pads, so it takes images of any size.
         with pytest.raises(ConfigError, match=r"needs observations|too large for"):

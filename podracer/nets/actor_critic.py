@@ -26,7 +26,8 @@ class NetworkConfig:
     """Which network.
 
     Attributes:
-      torso: "mlp", or for images [H, W, C] "minatar", "nature", "resnet" or the tiny "pixels".
+      torso: "mlp", or for images [H, W, C] "minatar", "shallow", "nature", "resnet" or the tiny
+        "pixels".
       hidden: sizes of the layers of an "mlp" or "pixels"; () feeds the observation on as it is.
       activation: between layers, except in "resnet", which is defined with ReLU.
       core: memory after the torso: "none", "gru" or "lstm".

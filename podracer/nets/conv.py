@@ -1,4 +1,4 @@
-"""Torsos for images ``[N, H, W, C]``: MinAtar's size, Atari's (Nature DQN), and a tiny one."""
+"""Torsos for images ``[N, H, W, C]``: MinAtar's size, two of Atari's, and a tiny one."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,6 +14,8 @@ from podracer.nets.mlp import MLP, linear
 LAYERS = {
     # MinAtar, https://arxiv.org/abs/1903.03176, section 3.
     "minatar": (((16, 3, 1),), 128),
+    # IMPALA's shallow model, https://arxiv.org/abs/1802.01561, figure 3: that of the first DQN.
+    "shallow": (((16, 8, 4), (32, 4, 2)), 256),
     # Nature DQN, https://www.nature.com/articles/nature14236, Methods.
     "nature": (((32, 8, 4), (64, 4, 2), (64, 3, 1)), 512),
 }

@@ -185,7 +185,7 @@ def run(
     functions: HostUnroll,
     schedule: Schedule,
     publisher: Publisher,
-    channel: Channel,
+    channel: Channel[Unroll],
     supervisor: Supervisor,
 ) -> None:
     """Acts until all unrolls are done or the run stops.

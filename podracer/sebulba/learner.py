@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from podracer.loop import CallMetrics, check_finite
 from podracer.metrics import Clock, Row
 from podracer.rollout import EpisodeMetrics
 from podracer.sebulba import actor as actor_lib
-from podracer.sebulba.pipeline import Channel, Publisher, Supervisor, Unroll
+from podracer.sebulba.pipeline import Channel, Publisher, Supervisor, Unroll, Worker
 from podracer.sebulba.program import TRAJECTORY_SPECS, State
 from podracer.types import Device, Weights
 
@@ -33,14 +34,16 @@ class Learner:
         mesh: jax.sharding.Mesh,
         actor_devices: Sequence[Device],
         publisher: Publisher,
-        channels: Sequence[Channel],
+        channels: Sequence[Channel[Unroll]],
         supervisor: Supervisor,
         sizes: Sizes,
         version: int,
         beat: Callable[[], None],
+        alone: bool,
     ):
-        """``beat`` is called with each update; the rest as in ``train.launch``."""
-        self._supervisor, self._beat = supervisor, beat
+        """``beat`` is called with each update, which is timed if this process is ``alone``: it
+        waits for the others' as well. The rest as in ``train.launch``."""
+        self._worker, self._beat = Worker(supervisor, "learner", timed=alone), beat
         self._update, self._mesh, self._sizes = update, mesh, sizes
         self._actor_devices, self._publisher, self._channels = actor_devices, publisher, channels
         self._clock, self._seconds = Clock(), dict[str, float]()
@@ -48,11 +51,24 @@ class Learner:
 
     def publish(self, weights: Weights) -> None:
         """Gives weights to all actor devices, once they are there."""
-        with self._supervisor.doing("the learner's publishing of weights"):
+
+        def copy() -> dict[Device, Weights]:
             local = mesh_lib.local(weights)
             copies = {device: jax.device_put(local, device) for device in self._actor_devices}
             jax.block_until_ready(list(copies.values()))
-        self._publisher.publish(self.version, copies)
+            return copies
+
+        self._publisher.publish(self.version, self._worker("publishing weights", copy))
+
+    def _learn(self, state: State, taken: Sequence[Unroll]) -> tuple[State, Weights, Any]:
+        """One update, and its metrics on the host."""
+        # A guard is its thread's.
+        with jax.transfer_guard("disallow"):
+            trajectories = tuple(
+                mesh_lib.from_parts(unroll.parts, self._mesh, TRAJECTORY_SPECS) for unroll in taken
+            )
+            state, weights, metrics = self._update(state, trajectories)
+            return state, weights, jax.device_get(metrics)
 
     def step(self, state: State) -> tuple[State, CallMetrics]:
         """``updates_per_call`` updates."""
@@ -65,22 +81,17 @@ class Learner:
             self._beat()
             with self._clock.measure(LEARNER_WAIT):
                 taken = [channel.get() for channel in self._channels]
-            doing = self._supervisor.doing("the learner's update")
-            with doing, self._clock.measure(UPDATE):
-                trajectories = tuple(
-                    mesh_lib.from_parts(unroll.parts, self._mesh, TRAJECTORY_SPECS)
-                    for unroll in taken
-                )
-                state, weights, metrics = self._update(state, trajectories)
-                del trajectories
-                losses.append(jax.device_get(metrics))
+            with self._clock.measure(UPDATE):
+                learn = partial(self._learn, state, taken)
+                state, weights, metrics = self._worker("updating", learn)
+            losses.append(metrics)
             # Before actors get these weights: what they did with them would hide the cause.
             new = {name: x[None] for name, x in losses[-1].items()}
             check_finite(new, self.version, self._sizes)
             lags += [self.version - unroll.version for unroll in taken]
             unrolls += [unroll._replace(parts=()) for unroll in taken]
             # Their trajectories are done with.
-            del taken
+            del taken, learn
             self.version += 1
             with self._clock.measure(PUBLISH):
                 self.publish(weights)
@@ -159,14 +170,13 @@ def advice(actor: dict[str, float], learner: dict[str, float]) -> str:
             f"Actors wait for the learner {share:.0%} of their time: more learner devices, fewer "
             "epochs, or a smaller network would make the run faster."
         )
-    slow = max(
-        (actor.get(what, 0.0), what) for what in (actor_lib.ENVIRONMENT, actor_lib.INFERENCE)
-    )
-    cure = {
+    cures = {
         actor_lib.ENVIRONMENT: "more CPU cores or cheaper environments",
         actor_lib.INFERENCE: "more actor devices or more environments to a thread",
-    }[slow[1]]
+        actor_lib.TRANSFER: "fewer or smaller observations",
+    }
+    slow = max(cures, key=lambda what: actor.get(what, 0.0))
     return (
         f"The learner waits for actors {share:.0%} of its time, which spend most of theirs on "
-        f"{slow[1]}: {cure} would make the run faster."
+        f"{slow}: {cures[slow]} would make the run faster."
     )

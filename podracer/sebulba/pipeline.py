@@ -5,19 +5,19 @@ Each actor thread has a bounded ``Channel`` for its unrolls; weights go the othe
 stops all. Every wait ends when it says stop.
 """
 
-import contextlib
-import os
 import queue
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from podracer.errors import ActorError
 from podracer.rollout import EpisodeMetrics
 from podracer.types import Trajectory, Weights
+
+T = TypeVar("T")
 
 # How often whoever waits looks whether it should stop, in seconds.
 LOOK = 0.1
@@ -52,28 +52,20 @@ class Supervisor:
 
     As a context manager it ends them when the block does, and raises ``ActorError`` if one failed
     even after its work was done. Threads are daemons: one that hangs in C++ can't be ended, and
-    must not keep the process. Within the block a thread of its own watches the main thread, which
-    watches all others: where that hangs, nobody is left to end anything, and so the process ends.
+    must not keep the process. The main thread watches them all while it waits for one of them, so
+    whatever may take long has to be done by a thread, see ``Worker``.
 
     Attributes:
       stopping: set when everything has to end.
     """
 
-    def __init__(self, timeout: float, *, alone: bool = True):
-        """Starts nothing yet.
-
-        Args:
-          timeout: seconds in which a thread must get on with what it is doing.
-          alone: whether the main thread waits for no other process, so that it can be timed.
-        """
+    def __init__(self, timeout: float):
+        """``timeout``: seconds in which a thread must get on with what it is doing."""
         self.stopping = threading.Event()
-        self._timeout, self._alone = timeout, alone
+        self._timeout = timeout
         self._threads: dict[str, threading.Thread] = {}
         self._doing: dict[str, tuple[str, float]] = {}
         self._failure: tuple[str, BaseException] | None = None
-        self._main: tuple[threading.Thread, str, float] | None = None
-        self._closed = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name="supervisor", daemon=True)
 
     def start(self, name: str, body: Callable[[], None]) -> None:
         """Runs ``body`` in a thread of that name."""
@@ -102,15 +94,6 @@ class Supervisor:
         self.check_stopping()
         self._doing[threading.current_thread().name] = (what, time.monotonic())
 
-    @contextlib.contextmanager
-    def doing(self, what: str) -> Iterator[None]:
-        """The main thread does this, and must be done in time."""
-        self._main = threading.current_thread(), what, time.monotonic()
-        try:
-            yield
-        finally:
-            self._main = None
-
     def idle(self) -> bool:
         """Whether all threads wait for somebody else, or have ended."""
         return not self._doing
@@ -123,31 +106,16 @@ class Supervisor:
     def check(self) -> None:
         """Raises ``ActorError`` if a thread has failed or hangs."""
         if self._failure is not None:
-            name, error = self._failure
-            text = "".join(traceback.format_exception(error))
-            raise ActorError(f"thread {name!r} failed: {error!r}\n{text}") from error
+            raise failed(*self._failure) from self._failure[1]
         for name, (what, since) in list(self._doing.items()):
-            self._check_time(self._threads[name], what, since)
-
-    def _check_time(self, thread: threading.Thread, what: str, since: float) -> None:
-        if time.monotonic() - since > self._timeout:
-            frame = sys._current_frames().get(thread.ident or 0)
-            text = "".join(traceback.format_stack(frame)) if frame else ""
-            raise ActorError(
-                f"thread {thread.name!r} hangs: {what} has taken more than "
-                f"sebulba.timeout_s={self._timeout:g} seconds\n{text}"
-            )
-
-    def _watch(self) -> None:
-        while not self._closed.wait(LOOK):
-            main = self._main
-            try:
-                if main is not None:
-                    self._check_time(*main)
-            except ActorError as error:
-                # It waits in C++, for a device: no exception reaches it there.
-                print(f"error: {error}", file=sys.stderr, flush=True)
-                os._exit(error.code)
+            if time.monotonic() - since > self._timeout:
+                frame = sys._current_frames().get(self._threads[name].ident or 0)
+                text = "".join(traceback.format_stack(frame)) if frame else ""
+                raise ActorError(
+                    f"thread {name!r} hangs: {what} has taken more than "
+                    f"sebulba.timeout_s={self._timeout:g} seconds (set it higher where that is "
+                    f"just slow)\n{text}"
+                )
 
     def wait(self, done: Callable[[float], bool]) -> None:
         """Calls ``done(seconds)``, which waits that long at most, until it is true. Waiting for
@@ -166,19 +134,6 @@ class Supervisor:
             else:
                 self.check_stopping()
 
-    def call(self, name: str, function: Callable[[], Any]) -> Any:
-        """What a function gives, run in a watched thread of that name."""
-        out: list[Any] = []
-        self.start(name, lambda: out.append(function()))
-        thread = self._threads[name]
-
-        def done(seconds: float) -> bool:
-            thread.join(seconds)
-            return bool(out)
-
-        self.wait(done)
-        return out[0]
-
     def close(self) -> None:
         """Ends all threads that can be ended."""
         self.stopping.set()
@@ -187,41 +142,42 @@ class Supervisor:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def __enter__(self) -> "Supervisor":
-        if self._alone:
-            self._watcher.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close()
-        self._closed.set()
-        if self._alone:
-            self._watcher.join()
         if kind is None:
             self.check()
 
 
-class Channel:
-    """A bounded queue from one actor thread to the learner."""
+def failed(name: str, error: BaseException) -> ActorError:
+    """What to raise, from the error, where this thread failed by it."""
+    text = "".join(traceback.format_exception(error))
+    return ActorError(f"thread {name!r} failed: {error!r}\n{text}")
+
+
+class Channel(Generic[T]):
+    """A bounded queue between two threads."""
 
     def __init__(self, supervisor: Supervisor):
-        self._queue: queue.Queue[Unroll] = queue.Queue(maxsize=1)
+        self._queue: queue.Queue[T] = queue.Queue(maxsize=1)
         self._supervisor = supervisor
 
-    def put(self, unroll: Unroll) -> None:
+    def put(self, item: T) -> None:
         """Waits for room."""
 
         def done(seconds: float) -> bool:
             try:
-                self._queue.put(unroll, timeout=seconds)
+                self._queue.put(item, timeout=seconds)
             except queue.Full:
                 return False
             return True
 
         self._supervisor.wait(done)
 
-    def get(self) -> Unroll:
-        """Waits for an unroll."""
-        out: list[Unroll] = []
+    def get(self) -> T:
+        """Waits for an item."""
+        out: list[T] = []
 
         def done(seconds: float) -> bool:
             try:
@@ -232,6 +188,59 @@ class Channel:
 
         self._supervisor.wait(done)
         return out[0]
+
+
+class Worker:
+    """A thread that does for the main thread, one after another, what may take long or hang.
+
+    The main thread waits for each, and meanwhile notices signals, and threads that fail.
+    """
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        name: str,
+        close: Callable[[], None] = lambda: None,
+        *,
+        timed: bool = True,
+    ):
+        """Starts it.
+
+        Args:
+          supervisor: of the thread.
+          name: of the thread.
+          close: called in the thread at its end.
+          timed: whether something that takes too long is taken to hang.
+        """
+        self._supervisor, self._close, self._timed = supervisor, close, timed
+        self._asked: Channel[tuple[str, Callable[[], Any]]] = Channel(supervisor)
+        self._answered: Channel[tuple[Any, Exception | None]] = Channel(supervisor)
+        supervisor.start(name, self._run)
+
+    def __call__(self, what: str, function: Callable[[], Any]) -> Any:
+        """What the function gives or raises; ``what`` it does is told where it hangs."""
+        self._asked.put((what, function))
+        answer, error = self._answered.get()
+        if error is not None:
+            raise error
+        return answer
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._answered.put(self._answer(*self._asked.get()))
+        finally:
+            self._close()
+
+    def _answer(self, what: str, function: Callable[[], Any]) -> tuple[Any, Exception | None]:
+        if self._timed:
+            self._supervisor.beat(what)
+        try:
+            return function(), None
+        except Stopped:
+            raise
+        except Exception as error:
+            return None, error
 
 
 class Publisher:

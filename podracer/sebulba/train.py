@@ -21,10 +21,12 @@ from podracer.sebulba import actor as actor_lib
 from podracer.sebulba import memory, program
 from podracer.sebulba.actor import Actor, Schedule
 from podracer.sebulba.learner import Learner
-from podracer.sebulba.pipeline import Channel, Publisher, Supervisor
+from podracer.sebulba.pipeline import Channel, Publisher, Supervisor, Worker, failed
 from podracer.sebulba.program import ActorShapes, Step
 from podracer.session import Options, Session
 from podracer.types import Device, HostEnvironment, Pool, Weights
+
+EVALUATION = "evaluation"
 
 
 class Run(NamedTuple):
@@ -194,7 +196,7 @@ def pool_seeds(config: Config, env_ids: np.ndarray, generation: int, update: int
 
 def make_evaluate(
     run: Run, supervisor: Supervisor, alive: Callable[[], None]
-) -> tuple[HostEvaluation, Any]:
+) -> Callable[[program.State], Episodes]:
     """Evaluation on the first actor device, in a thread of its own: there a hang is noticed. Every
     host plays a part of the episodes.
 
@@ -204,7 +206,7 @@ def make_evaluate(
       alive: called with each step.
 
     Returns:
-      What to close at the end, and ``(State) -> Episodes``.
+      ``(State) -> Episodes``.
     """
     config, device = run.config, run.split.actors[0]
     hosts, host = jax.process_count(), jax.process_index()
@@ -217,6 +219,7 @@ def make_evaluate(
 
     make_key = jax.jit(parts_lib.evaluation_key)
     evaluation = HostEvaluation(run.env, run.parts.agent, config.evaluation, make_pool, ids)
+    worker = Worker(supervisor, EVALUATION, evaluation.close)
 
     def beat(what: str) -> None:
         alive()
@@ -225,14 +228,17 @@ def make_evaluate(
     def evaluate(state: program.State) -> Episodes:
         key = make_key(state.key, state.train.step)
         weights, key = jax.device_put(mesh_lib.local((state.train.weights, key)), device)
-        own = supervisor.call("evaluation", lambda: evaluation(weights, key, beat))
+        try:
+            own = worker("playing", lambda: evaluation(weights, key, beat))
+        except Exception as error:
+            raise failed(EVALUATION, error) from error
         played = mesh_lib.tell_all(np.concatenate(own).astype(np.float64), run.mesh)()
         # [hosts, 3 * per_host], to all episodes of one host after those of another.
         ret, length, complete = played.reshape(hosts, 3, per_host).swapaxes(0, 1).reshape(3, -1)
         episodes = Episodes(ret, length, complete.astype(bool))
         return jax.tree.map(lambda x: x[: config.evaluation.episodes], episodes)
 
-    return evaluation, evaluate
+    return evaluate
 
 
 def train(config: Any, workdir: epath.PathLike | None = None, **options: Any) -> loop.Result:
@@ -335,6 +341,8 @@ def launch(
         run.sizes,
         update,
         alive,
+        # Among several processes, hosts.timeout_s is for what waits for another one.
+        jax.process_count() == 1,
     )
     learner.publish(compiled.weights)
     return learner
@@ -350,16 +358,13 @@ def start(run: Run, session: Session, clock: metrics.Clock) -> loop.Result:
     compiled = compiled._replace(state=state, weights=program.copy(state.train.weights))
     if progress.update:
         session.say("environments begin anew, as pools on the host can't be saved")
-    # Among several processes, hosts.timeout_s is for what waits for another one.
-    alone = session.processes.count == 1
-    with Supervisor(run.config.sebulba.timeout_s, alone=alone) as supervisor:
+    with Supervisor(run.config.sebulba.timeout_s) as supervisor:
         learner = launch(run, compiled, supervisor, progress.update, alive)
-        evaluation, evaluate = make_evaluate(run, supervisor, alive)
-        result = loop.run(
+        return loop.run(
             state,
             progress,
             step=learner.step,
-            evaluate=evaluate,
+            evaluate=make_evaluate(run, supervisor, alive),
             config=run.config,
             sizes=run.sizes,
             session=session,
@@ -367,9 +372,6 @@ def start(run: Run, session: Session, clock: metrics.Clock) -> loop.Result:
             mesh=run.mesh,
             report=learner.report,
         )
-    # Not where the run fails: its thread may still be in there.
-    evaluation.close()
-    return result
 
 
 def layout(run: Run) -> dict[str, str]:

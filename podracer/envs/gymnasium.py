@@ -6,6 +6,9 @@ an episode's end ignores its action, has reward 0 and arrives at the first obser
 
 import importlib
 import multiprocessing
+import os
+import signal
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import ModuleType
@@ -19,7 +22,18 @@ from podracer.types import HostEnvironment, HostStep, TimeStep
 
 
 def _import() -> ModuleType:
+    # It tells that a pool is closed in the middle of a step: so are those that hang.
+    warnings.filterwarnings("ignore", ".*Calling `close` while waiting", module="gymnasium")
     return importlib.import_module("gymnasium")
+
+
+def _make_apart(parent: int, name: str, options: Mapping[str, Any]) -> Any:
+    """An environment, in a process that leaves Ctrl-C to its parent: a terminal tells it all of
+    them, and a run that ends by it saves first."""
+    # Gymnasium makes one in the parent as well, to see its spaces.
+    if os.getpid() != parent:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return _import().make(name, **options)
 
 
 def _in_processes(name: str, options: Mapping[str, Any], count: int) -> Any:
@@ -29,7 +43,7 @@ def _in_processes(name: str, options: Mapping[str, Any], count: int) -> Any:
     # that has imported what they need.
     multiprocessing.get_context("forkserver").set_forkserver_preload(["gymnasium"])
     return gymnasium.vector.AsyncVectorEnv(
-        [partial(gymnasium.make, name, **options)] * count,
+        [partial(_make_apart, os.getpid(), name, options)] * count,
         context="forkserver",
         autoreset_mode=gymnasium.vector.AutoresetMode.NEXT_STEP,
     )
@@ -82,7 +96,13 @@ class VectorPool:
             raise ConfigError(f"gymnasium:{self._name} can't be drawn: {error}") from error
 
     def close(self) -> None:
-        # By force: a process that hangs or has died must not keep the others.
+        # By force: a process that hangs or has died must not keep the others, and Gymnasium would
+        # wait for what it has to say.
+        for process in getattr(self._envs, "processes", ()):
+            process.kill()
+        for pipe in getattr(self._envs, "parent_pipes", ()):
+            if pipe is not None:
+                pipe.close()
         self._envs.close(terminate=True)
 
 

@@ -76,7 +76,7 @@ def host_environment(
     """An environment on the host, of its Gymnasium spaces.
 
     Images with their channels first are turned into ``[H, W, C]`` on the device, and a whole number
-    in [0, n) is given one-hot: it is no quantity.
+    of a Discrete space is given one-hot: it is no quantity.
 
     Args:
       name: for errors.
@@ -98,9 +98,9 @@ def host_environment(
         return HostEnvironment(Spec(jax.eval_shape(one, sent), actions), make, sent, receive)
 
     if _is_discrete(observation):
-        classes = int(observation.n)
+        classes, start = int(observation.n), int(getattr(observation, "start", 0))
         sent = jax.ShapeDtypeStruct((), jnp.float32)
-        return environment(sent, lambda x, _: jax.nn.one_hot(x.astype(jnp.int32), classes))
+        return environment(sent, lambda x, _: jax.nn.one_hot(x.astype(jnp.int32) - start, classes))
     if not hasattr(observation, "low"):
         raise ConfigError(
             f"{name} observes {observation}; networks take a single array, of a Box or Discrete"

@@ -2,8 +2,8 @@
 
     python benchmarks/sebulba.py --env=envpool:Pong-v5 --num_envs=64 --unroll_length=32
 
-Without ``--config`` this is V-trace, one pass over each batch, with a network so small that
-environments are what takes the time: a hidden layer of 32 units, on every other pixel of images.
+Without ``--config`` this is V-trace on Pong, one pass over each batch, with a network so small that
+environments are what takes the time: a hidden layer of 32 units, on every fourth pixel of images.
 The ceiling is that of the same pools in as many threads, under random actions. Learning and ceiling
 take turns, so that a noisy machine is as noisy to both; their CPU seconds are compared as well, to
 which other programs on it do less.
@@ -32,7 +32,7 @@ from podracer.types import Discrete, Pool, Spec
 
 def small(config: Any) -> None:
     """Sets what is small about the default."""
-    config.agent = "vtrace"
+    config.env, config.agent = "envpool:Pong-v5", "vtrace"
     config.num_epochs = config.num_minibatches = 1
     config.network.hidden, config.network.shared = (32,), True
     config.unroll_length = 32
@@ -143,13 +143,13 @@ def frames(run: Run) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", help="a config file; sizes below replace those in it")
-    parser.add_argument("--env", default="envpool:Pong-v5")
+    parser.add_argument("--env")
     for name in ("num_envs", "unroll_length", "cpu_devices"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--agent")
     parser.add_argument("--threads", type=int, help="actor threads to an actor device")
     parser.add_argument("--pool_threads", type=int)
-    parser.add_argument("--newest_frame", action="store_true")
+    parser.add_argument("--newest_frame", action=argparse.BooleanOptionalAction)
     parser.add_argument("--seconds", type=float, default=4.0, help="of each timed round")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
@@ -160,8 +160,7 @@ def main() -> None:
     if not args.config:
         small(config)
     override(config, args, "env", "num_envs", "unroll_length", "cpu_devices", "agent")
-    override(config.sebulba, args, "threads", "pool_threads")
-    config.sebulba.newest_frame = args.newest_frame
+    override(config.sebulba, args, "threads", "pool_threads", "newest_frame")
     # More updates than are ever timed: actors must not run out of work.
     config.total_steps, config.updates_per_call, config.anneal = 10**12, 1, False
     run = prepare(config_lib.parse(config))
@@ -181,6 +180,7 @@ def main() -> None:
                 "agent": run.config.agent,
                 "num_envs": run.config.num_envs,
                 "unroll_length": run.config.unroll_length,
+                "newest_frame": run.config.sebulba.newest_frame,
                 "steps_per_second": round(rate),
                 "steps_per_second_all": [round(x) for x in learn],
                 "frames_per_second": round(rate * frames(run)),

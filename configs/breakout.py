@@ -27,13 +27,13 @@ def get_config() -> ml_collections.ConfigDict:
     }
     config.agent = "vtrace"
     config.total_steps = 50_000_000
-    config.num_envs = 128
+    config.num_envs = 96
     config.unroll_length = 32
     config.learning_rate = 6e-4
-    config.epsilon = 1e-5
     config.num_epochs = 1
-    config.num_minibatches = 4
-    config.network.torso = "resnet"
+    config.num_minibatches = 16
+    config.network.torso = "shallow"
+    config.network.activation = "relu"
     config.network.shared = True
     config.evaluation.episodes = 16
     config.sebulba.newest_frame = True

@@ -14,7 +14,7 @@ def get_config() -> ml_collections.ConfigDict:
     config = default_config()
     config.env = "envpool:CoinrunEasy-v0"
     config.total_steps = 25_000_000
-    config.num_envs = 64
+    config.num_envs = 48
     config.unroll_length = 256
     config.discount = 0.999
     config.learning_rate = 5e-4

@@ -14,7 +14,7 @@ def get_config() -> ml_collections.ConfigDict:
     config = default_config()
     config.env = "envpool:HalfCheetah-v4"
     config.total_steps = 2_000_000
-    config.num_envs = 32
+    config.num_envs = 48
     config.unroll_length = 64
     config.learning_rate = 3e-4
     config.entropy_cost = 0.0

@@ -16,7 +16,7 @@ def get_config() -> ml_collections.ConfigDict:
     config = default_config()
     config.env = "envpool:LunarLander-v3"
     config.total_steps = 4_000_000
-    config.num_envs = 64
+    config.num_envs = 48
     config.unroll_length = 128
     config.discount = 0.999
     config.ppo.gae_lambda = 0.98

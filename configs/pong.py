@@ -24,16 +24,17 @@ def get_config() -> ml_collections.ConfigDict:
         "episodic_life": False,
         "reward_clip": True,
         "noop_max": 30,
+        "use_fire_reset": True,
+        "max_episode_steps": 27_000,
     }
     config.agent = "vtrace"
-    config.total_steps = 10_000_000
-    config.num_envs = 64
+    config.total_steps = 8_000_000
+    config.num_envs = 48
     config.unroll_length = 32
     config.learning_rate = 6e-4
-    config.epsilon = 1e-5
     config.num_epochs = 1
-    config.num_minibatches = 2
-    config.network.torso = "nature"
+    config.num_minibatches = 8
+    config.network.torso = "shallow"
     config.network.activation = "relu"
     config.network.shared = True
     config.evaluation.episodes = 16

@@ -145,7 +145,7 @@ class Config:
       num_envs: environments in all, over all devices.
       unroll_length: steps an environment takes between two updates (T).
       updates_per_call: updates between two rows of metrics, for Anakin in one call of the compiled
-        program; 0 chooses, so that a run has about a hundred rows with Anakin, a thousand with
+        program; 0 chooses, so that a run has about a hundred rows with Anakin, three thousand with
         Sebulba, and a call at most 100 updates. A run that is asked to stop ends its call first.
       stagger: the first episodes are advanced by up to this many random actions, each environment
         by another number, so that they do not end all at once; 0 starts them together.
@@ -351,7 +351,7 @@ def sizes(config: Config, num_devices: int, num_threads: int = 0) -> Sizes:
         )
     steps_per_update = config.num_envs * config.unroll_length
     updates = math.ceil(config.total_steps / steps_per_update)
-    rows = 1000 if num_threads else 100
+    rows = 3000 if num_threads else 100
     per_call = min(config.updates_per_call or max(1, min(updates // rows, 100)), updates)
     calls = math.ceil(updates / per_call)
     return Sizes(

@@ -245,7 +245,8 @@ def test_the_atari_learner_scales_to_a_full_pod(libtpu):
     made = []
     for name in SLICES:
         where = chips.get_slice(name)
-        config = config_of("pong.py", unroll_length=4, **{"network.torso": "resnet"})
+        changes = {"network.torso": "resnet", "num_minibatches": 2, "unroll_length": 4}
+        config = config_of("pong.py", **changes)
         learners = programs.num_learners(config, "sebulba", where)
         config = dataclasses.replace(config, num_envs=8 * learners)
         layout = programs.lay_out(config, "sebulba", programs.make_env(config, "sebulba"), where)

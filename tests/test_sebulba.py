@@ -6,6 +6,7 @@ import itertools
 import json
 import pathlib
 import re
+import runpy
 import threading
 import time
 from functools import partial
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from podracer import cli, envs, mesh, metrics, parts, returns
+from podracer import config as config_lib
 from podracer.envs import dummy
 from podracer.errors import ConfigError
 from podracer.nets import actor_critic
@@ -344,6 +346,31 @@ def test_memory_stays_on_the_actor_device_and_is_stored_with_each_unroll():
         assert (np.abs(jax.tree.leaves(trajectory.carry.memory)[0]).max() > 0) == (n > 0)
 
 
+def test_frames_travel_as_bytes_and_the_newest_alone_give_the_same_unrolls():
+    plain, newest = (
+        [
+            joined(unroll.parts)
+            for unroll in unrolls(
+                sebulba_config(
+                    env="envpool:Breakout-v5",
+                    env_kwargs={"episodic_life": True, "use_fire_reset": True},
+                    network__torso="pixels",
+                    num_envs=4,
+                    unroll_length=80,
+                    sebulba__newest_frame=newest,
+                    **SOLO,
+                ),
+                2,
+            )[-1]
+        ]
+        for newest in (False, True)
+    )
+    for one, other in zip(plain, newest, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, one, other)
+        assert one.timestep.observation.dtype == np.uint8
+    assert plain[1].timestep.first.any()
+
+
 def test_no_two_environments_share_a_seed():
     config = sebulba_config(num_envs=108, sebulba__threads=3, seed=7)
     run = train_lib.prepare(config)
@@ -375,6 +402,20 @@ def test_devices_are_split_into_actors_and_learners(count, settings, expected):
     settings = {"actors": (), "learners": (), "learners_per_actor": 3, **settings}
     split = mesh.split(list(range(count)), **settings)
     assert [list(devices) for devices in split] == list(expected)
+
+
+@pytest.mark.parametrize(
+    "name", ["lunarlander", "halfcheetah", "pong", "breakout", "coinrun", "football"]
+)
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_configs_fit_hosts_of_any_size(name, count):
+    file = pathlib.Path(__file__).parent.parent / "configs" / f"{name}.py"
+    config = config_lib.parse(runpy.run_path(str(file))["get_config"]())
+    actors, learners = mesh.split(list(range(count)), (), (), config.sebulba.learners_per_actor)
+    sizes = config_lib.sizes(config, len(learners), len(actors) * config.sebulba.threads)
+    # What is shuffled: PPO's transitions, V-trace's unrolls.
+    items = sizes.envs_per_device * (config.unroll_length if config.agent == "ppo" else 1)
+    assert items % config.num_minibatches == 0
 
 
 @pytest.mark.parametrize(
@@ -442,6 +483,7 @@ def test_a_run_leaves_what_anakin_leaves(tmp_path, capsys):
         ({"wait": 6.0, "environment": 3.0}, {"wait": 0.0, "update": 9.0}, "Actors wait .* 67%"),
         ({"environment": 8.0, "wait": 1}, {"wait": 5.0, "update": 4.0}, "more CPU cores"),
         ({"inference": 8.0, "wait": 1}, {"wait": 5.0, "update": 4.0}, "more actor devices"),
+        ({"transfer": 8.0, "wait": 1}, {"wait": 5.0, "update": 4.0}, "smaller observations"),
         ({"environment": 9.0}, {"update": 9.0, "wait": 0.5}, "well balanced"),
         ({"environment": 9.0, "pause": 90.0}, {"update": 9.0}, "well balanced"),
         ({"environment": 1.0, "wait": 1.0, "pause": 9.0}, {"update": 2.0}, "Actors wait .* 50%"),

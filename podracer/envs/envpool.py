@@ -90,8 +90,10 @@ class EnvPool:
         truncated = limit & ~over
         sent: Any = spaces.as_sent(observation)
         if self.newest:
-            # A lost life begins an episode, but the stack of frames goes on.
-            fresh = info["elapsed_step"] == 0
+            # A game begins with one frame, repeated. (A lost life begins an episode as well, but its
+            # stack of frames goes on.)
+            fresh = first.copy()
+            fresh[first] = (sent[first] == sent[first, -1:]).all((1, 2, 3))
             sent = {"frame": np.ascontiguousarray(sent[:, -1]), "fresh": fresh}
         discount = (~ended | truncated).astype(np.float32)
         reward = reward.astype(np.float32, copy=False)

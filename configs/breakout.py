@@ -1,13 +1,14 @@
-"""Breakout of envpool, by V-trace with IMPALA's residual network.
+"""Breakout of envpool, by V-trace with IMPALA's shallow network.
 
     python -m podracer.sebulba --config=configs/breakout.py
 
-Protocol: that of Machado et al. 2018 (https://arxiv.org/abs/1709.06009) but for life loss: sticky
-actions of .25, the full set of 18 actions, 4 frames skipped, 84 x 84 gray frames of which 4 are
-stacked. A lost life ends an episode for the agent (``episodic_life``), rewards are clipped to their
-sign; returns are those of whole games.
+Protocol: sticky actions of .25 and the full set of 18 actions, as of Machado et al. 2018
+(https://arxiv.org/abs/1709.06009); 4 frames skipped, 84 x 84 gray frames of which 4 are stacked,
+games of at most 27,000 steps (half an hour). Unlike theirs, a lost life ends an episode for the
+agent (``episodic_life``), FIRE serves the ball (``use_fire_reset``), and rewards are clipped to
+their sign; returns are those of whole games.
 
-It has not been trained to the end yet.
+@@
 """
 
 import ml_collections
@@ -24,6 +25,8 @@ def get_config() -> ml_collections.ConfigDict:
         "episodic_life": True,
         "reward_clip": True,
         "noop_max": 1,
+        "use_fire_reset": True,
+        "max_episode_steps": 27_000,
     }
     config.agent = "vtrace"
     config.total_steps = 50_000_000

@@ -2,7 +2,10 @@
 
     python -m podracer.sebulba --config=configs/coinrun.py
 
-It has not been trained to the end yet. On Python 3.11 envpool needs the system's Qt 5 for Procgen.
+Levels are without number, as Procgen's tests of generalisation have them, not the 200 of its
+training. On Python 3.11 envpool needs the system's Qt 5 for Procgen.
+
+@@
 """
 
 import ml_collections

@@ -2,7 +2,7 @@
 
     python -m podracer.sebulba --config=configs/football.py
 
-It has not been trained to the end yet.
+@@
 """
 
 import ml_collections

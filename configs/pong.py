@@ -1,13 +1,13 @@
-"""Pong of envpool, by V-trace: IMPALA's agent on the standard Atari protocol.
+"""Pong of envpool, by V-trace with IMPALA's shallow network.
 
     python -m podracer.sebulba --config=configs/pong.py
 
-Protocol: 4 frames skipped, 84 x 84 gray frames of which 4 are stacked, up to 30 no-ops at the
-start, no sticky actions (``repeat_action_probability`` 0), the game's own minimal set of actions,
-no life loss (Pong has no lives), rewards clipped to their sign; returns are those of the game.
+Protocol: 4 frames skipped, 84 x 84 gray frames of which 4 are stacked, up to 29 no-ops and FIRE at
+the start, no sticky actions (``repeat_action_probability`` 0), the game's own minimal set of
+actions, no life loss (Pong has no lives), rewards clipped to their sign, games of at most 27,000
+steps (half an hour); returns are those of the game.
 
-Two cores of a CPU step 1.3 K times a second (2 hours for all). After 3.1 M of the 10 M steps it
-still played like chance there: -20.2, of -21 to 21. It has not been trained further yet.
+@@
 """
 
 import ml_collections

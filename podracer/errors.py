@@ -19,7 +19,7 @@ class DivergedError(RuntimeError):
 
 
 class ActorError(RuntimeError):
-    """An actor thread failed or hangs. The commands exit with code 4."""
+    """A thread of Sebulba failed or hangs. The commands exit with code 4."""
 
     code = 4
 

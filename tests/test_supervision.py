@@ -46,6 +46,7 @@ def command(env: str, tmp_path, *arguments: str) -> list[str]:
         f"--config.env={env}",
         "--config.num_envs=8",
         "--config.unroll_length=8",
+        "--config.evaluation.episodes=8",
         f"--workdir={tmp_path}/run",
         *arguments,
     ]
@@ -134,7 +135,7 @@ def test_an_evaluation_that_hangs_or_fails_stops_the_run(how, message):
         pool = dummy.CountingPool(seeds)
         return faulty.Broken(pool, 2, how) if len(seeds) == 8 else pool
 
-    with pytest.raises(ActorError, match=f"thread 'evaluation' {message}"):
+    with pytest.raises(ActorError, match=f"^thread 'evaluation' {message}"):
         train(sebulba_config(**SIZES, sebulba__timeout_s=2.0), faulty.host(make))
 
 
@@ -145,7 +146,7 @@ def test_a_failure_after_the_last_unroll_is_not_lost(monkeypatch):
     monkeypatch.setattr(faulty.EchoPool, "close", close)
     config = sebulba_config(**{**SIZES, "sebulba__threads": 1}, evaluation__episodes=1)
     # Evaluation's pool is closed after that.
-    with pytest.raises(ActorError, match=r"thread 'actor 0\.0' failed.*would not close"):
+    with pytest.raises(ActorError, match=r"^thread 'actor 0\.0' failed.*would not close"):
         train(config, faulty.host(faulty.EchoPool))
 
 
@@ -233,8 +234,12 @@ def test_a_process_that_died_takes_the_others_with_it(tmp_path):
 
 
 def test_a_failure_ends_the_process_within_ten_seconds(tmp_path):
-    # In the second unroll, when the learner is at work, and remains so.
-    changes = ("--config.sebulba.max_restarts=0", "--config.unroll_length=16")
+    # In the second unroll of the only actor, when the learner is at work, and remains so.
+    changes = (
+        "--config.sebulba.max_restarts=0",
+        "--config.unroll_length=16",
+        "--config.sebulba.threads=1",
+    )
     _, *arguments = command("faulty:raise", tmp_path, *changes)
     slow = "import time, podracer.mesh; podracer.mesh.from_parts = lambda *_: time.sleep(60)"
     arguments[1] = f"{slow}\n{arguments[1]}"

@@ -90,8 +90,8 @@ class EnvPool:
         truncated = limit & ~over
         sent: Any = spaces.as_sent(observation)
         if self.newest:
-            # A game begins with one frame, repeated. (A lost life begins an episode as well, but its
-            # stack of frames goes on.)
+            # A game begins with one frame, repeated. (A lost life begins an episode as well, but
+            # the stack of frames goes on.)
             fresh = first.copy()
             fresh[first] = (sent[first] == sent[first, -1:]).all((1, 2, 3))
             sent = {"frame": np.ascontiguousarray(sent[:, -1]), "fresh": fresh}

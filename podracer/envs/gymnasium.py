@@ -22,28 +22,29 @@ from podracer.types import HostEnvironment, HostStep, TimeStep
 
 
 def _import() -> ModuleType:
-    # It tells that a pool is closed in the middle of a step: so are those that hang.
-    warnings.filterwarnings("ignore", ".*Calling `close` while waiting", module="gymnasium")
     return importlib.import_module("gymnasium")
-
-
-def _make_apart(parent: int, name: str, options: Mapping[str, Any]) -> Any:
-    """An environment, in a process that leaves Ctrl-C to its parent: a terminal tells it all of
-    them, and a run that ends by it saves first."""
-    # Gymnasium makes one in the parent as well, to see its spaces.
-    if os.getpid() != parent:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return _import().make(name, **options)
 
 
 def _in_processes(name: str, options: Mapping[str, Any], count: int) -> Any:
     """``count`` environments, a process each."""
     gymnasium = _import()
+    parent = os.getpid()
+
+    # Nested, it is sent to the processes by its code: they need not import podracer, and JAX.
+    def make_one() -> Any:
+        # Ctrl-C, which a terminal tells all processes, is left to the parent: it saves the run
+        # first. (Gymnasium makes one environment there as well, to see its spaces.)
+        if os.getpid() != parent:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return gymnasium.make(name, **options)
+
+    # It tells that a pool is closed in the middle of a step: so are those that hang.
+    warnings.filterwarnings("ignore", ".*Calling `close` while waiting", module="gymnasium")
     # A fork of a process that runs JAX's threads can hang, so processes are forks of a server
     # that has imported what they need.
     multiprocessing.get_context("forkserver").set_forkserver_preload(["gymnasium"])
     return gymnasium.vector.AsyncVectorEnv(
-        [partial(_make_apart, os.getpid(), name, options)] * count,
+        [make_one] * count,
         context="forkserver",
         autoreset_mode=gymnasium.vector.AutoresetMode.NEXT_STEP,
     )

@@ -39,11 +39,12 @@ class Learner:
         sizes: Sizes,
         version: int,
         beat: Callable[[], None],
-        alone: bool,
+        *,
+        timed: bool,
     ):
-        """``beat`` is called with each update, which is timed if this process is ``alone``: it
-        waits for the others' as well. The rest as in ``train.launch``."""
-        self._worker, self._beat = Worker(supervisor, "learner", timed=alone), beat
+        """``beat`` is called with each update, and one that takes too long hangs if it is
+        ``timed``; the rest as in ``train.launch``."""
+        self._worker, self._beat = Worker(supervisor, "learner", timed=timed), beat
         self._update, self._mesh, self._sizes = update, mesh, sizes
         self._actor_devices, self._publisher, self._channels = actor_devices, publisher, channels
         self._clock, self._seconds = Clock(), dict[str, float]()

@@ -22,7 +22,7 @@ T = TypeVar("T")
 # How often whoever waits looks whether it should stop, in seconds.
 LOOK = 0.1
 # What stopping may take, in seconds, before threads that don't end are left behind.
-GRACE = 5.0
+GRACE = 3.0
 
 
 class Stopped(Exception):  # noqa: N818
@@ -53,7 +53,7 @@ class Supervisor:
     As a context manager it ends them when the block does, and raises ``ActorError`` if one failed
     even after its work was done. Threads are daemons: one that hangs in C++ can't be ended, and
     must not keep the process. The main thread watches them all while it waits for one of them, so
-    whatever may take long has to be done by a thread, see ``Worker``.
+    what they wait for is done by a thread as well, see ``Worker``.
 
     Attributes:
       stopping: set when everything has to end.
@@ -103,11 +103,13 @@ class Supervisor:
         if self.stopping.is_set():
             raise Stopped
 
-    def check(self) -> None:
-        """Raises ``ActorError`` if a thread has failed or hangs."""
+    def check(self, *, timed: bool = True) -> None:
+        """Raises ``ActorError`` if a thread has failed or, if ``timed``, hangs."""
         if self._failure is not None:
-            raise failed(*self._failure) from self._failure[1]
-        for name, (what, since) in list(self._doing.items()):
+            name, error = self._failure
+            text = "".join(traceback.format_exception(error))
+            raise ActorError(f"thread {name!r} failed: {error!r}\n{text}") from error
+        for name, (what, since) in list(self._doing.items()) if timed else ():
             if time.monotonic() - since > self._timeout:
                 frame = sys._current_frames().get(self._threads[name].ident or 0)
                 text = "".join(traceback.format_stack(frame)) if frame else ""
@@ -117,20 +119,24 @@ class Supervisor:
                     f"just slow)\n{text}"
                 )
 
-    def wait(self, done: Callable[[float], bool]) -> None:
+    def wait(self, done: Callable[[float], bool], *, timed: bool = True) -> None:
         """Calls ``done(seconds)``, which waits that long at most, until it is true. Waiting for
         another thread is no hang: that one is watched.
+
+        Args:
+          done: what to call.
+          timed: whether the main thread notices threads that hang, beside those that fail.
 
         Raises:
           Stopped: in a thread, when the run ends.
           ActorError: in the main thread, see ``check``.
         """
-        name = threading.current_thread().name
-        main = name not in self._threads
-        self._doing.pop(name, None)
+        thread = threading.current_thread()
+        main = thread not in self._threads.values()
+        self._doing.pop(thread.name, None)
         while not done(LOOK):
             if main:
-                self.check()
+                self.check(timed=timed)
             else:
                 self.check_stopping()
 
@@ -148,12 +154,6 @@ class Supervisor:
         self.close()
         if kind is None:
             self.check()
-
-
-def failed(name: str, error: BaseException) -> ActorError:
-    """What to raise, from the error, where this thread failed by it."""
-    text = "".join(traceback.format_exception(error))
-    return ActorError(f"thread {name!r} failed: {error!r}\n{text}")
 
 
 class Channel(Generic[T]):
@@ -175,8 +175,8 @@ class Channel(Generic[T]):
 
         self._supervisor.wait(done)
 
-    def get(self) -> T:
-        """Waits for an item."""
+    def get(self, *, timed: bool = True) -> T:
+        """Waits for an item; ``timed`` as in ``Supervisor.wait``."""
         out: list[T] = []
 
         def done(seconds: float) -> bool:
@@ -186,7 +186,7 @@ class Channel(Generic[T]):
                 return False
             return True
 
-        self._supervisor.wait(done)
+        self._supervisor.wait(done, timed=timed)
         return out[0]
 
 
@@ -210,20 +210,21 @@ class Worker:
           supervisor: of the thread.
           name: of the thread.
           close: called in the thread at its end.
-          timed: whether something that takes too long is taken to hang.
+          timed: whether what takes too long is taken to hang: this, and what waits for it.
         """
-        self._supervisor, self._close, self._timed = supervisor, close, timed
+        self._beat, self._close, self._timed = supervisor.beat, close, timed
         self._asked: Channel[tuple[str, Callable[[], Any]]] = Channel(supervisor)
-        self._answered: Channel[tuple[Any, Exception | None]] = Channel(supervisor)
+        self._answered: Channel[Any] = Channel(supervisor)
         supervisor.start(name, self._run)
 
     def __call__(self, what: str, function: Callable[[], Any]) -> Any:
-        """What the function gives or raises; ``what`` it does is told where it hangs."""
+        """What the function gives; ``what`` it does is told where it hangs.
+
+        Raises:
+          ActorError: it has failed or hangs, or another thread.
+        """
         self._asked.put((what, function))
-        answer, error = self._answered.get()
-        if error is not None:
-            raise error
-        return answer
+        return self._answered.get(timed=self._timed)
 
     def _run(self) -> None:
         try:
@@ -232,15 +233,10 @@ class Worker:
         finally:
             self._close()
 
-    def _answer(self, what: str, function: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    def _answer(self, what: str, function: Callable[[], Any]) -> Any:
         if self._timed:
-            self._supervisor.beat(what)
-        try:
-            return function(), None
-        except Stopped:
-            raise
-        except Exception as error:
-            return None, error
+            self._beat(what)
+        return function()
 
 
 class Publisher:

@@ -21,12 +21,10 @@ from podracer.sebulba import actor as actor_lib
 from podracer.sebulba import memory, program
 from podracer.sebulba.actor import Actor, Schedule
 from podracer.sebulba.learner import Learner
-from podracer.sebulba.pipeline import Channel, Publisher, Supervisor, Worker, failed
+from podracer.sebulba.pipeline import Channel, Publisher, Supervisor, Worker
 from podracer.sebulba.program import ActorShapes, Step
 from podracer.session import Options, Session
 from podracer.types import Device, HostEnvironment, Pool, Weights
-
-EVALUATION = "evaluation"
 
 
 class Run(NamedTuple):
@@ -219,7 +217,7 @@ def make_evaluate(
 
     make_key = jax.jit(parts_lib.evaluation_key)
     evaluation = HostEvaluation(run.env, run.parts.agent, config.evaluation, make_pool, ids)
-    worker = Worker(supervisor, EVALUATION, evaluation.close)
+    worker = Worker(supervisor, "evaluation", evaluation.close)
 
     def beat(what: str) -> None:
         alive()
@@ -228,10 +226,7 @@ def make_evaluate(
     def evaluate(state: program.State) -> Episodes:
         key = make_key(state.key, state.train.step)
         weights, key = jax.device_put(mesh_lib.local((state.train.weights, key)), device)
-        try:
-            own = worker("playing", lambda: evaluation(weights, key, beat))
-        except Exception as error:
-            raise failed(EVALUATION, error) from error
+        own = worker("playing", lambda: evaluation(weights, key, beat))
         played = mesh_lib.tell_all(np.concatenate(own).astype(np.float64), run.mesh)()
         # [hosts, 3 * per_host], to all episodes of one host after those of another.
         ret, length, complete = played.reshape(hosts, 3, per_host).swapaxes(0, 1).reshape(3, -1)
@@ -342,7 +337,7 @@ def launch(
         update,
         alive,
         # Among several processes, hosts.timeout_s is for what waits for another one.
-        jax.process_count() == 1,
+        timed=jax.process_count() == 1,
     )
     learner.publish(compiled.weights)
     return learner

@@ -254,21 +254,21 @@ def test_a_failure_ends_the_process_within_ten_seconds(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "env",
+    ("env", "every"),
     [
-        "dummy:counting",
-        "gymnasium:CartPole-v1",
-        pytest.param("envpool:CartPole-v1", marks=pytest.mark.slow),
+        ("dummy:counting", 1),
+        ("gymnasium:CartPole-v1", 0),
+        pytest.param("envpool:CartPole-v1", 1, marks=pytest.mark.slow),
     ],
 )
-def test_an_interrupt_ends_cleanly(env, tmp_path):
-    """As a terminal's, which reaches all processes. Most of the time of these runs is
-    evaluation's."""
+def test_an_interrupt_ends_cleanly(env, every, tmp_path):
+    """A terminal's, which reaches all processes. Most of the time of these runs is evaluation's
+    where there is one after every update."""
     with subprocess.Popen(
         command(
             env,
             tmp_path,
-            "--config.evaluation.every=1",
+            f"--config.evaluation.every={every}",
             "--config.total_steps=1_000_000_000",
             "--config.updates_per_call=1",
         ),

@@ -21,7 +21,7 @@ def get_config() -> ml_collections.ConfigDict:
     config = default_config()
     config.env = "gymnax:CartPole-v1"
     config.total_steps = 1_000_000
-    # Divides over 1, 2, 4 and 8 devices that learn, for PPO's transitions and V-trace's whole sequences.
+    # Divides over 1, 2, 4 and 8 learners, for PPO's transitions and V-trace's whole sequences.
     config.num_envs = 32
     config.unroll_length = 128
     config.learning_rate = 1e-3

@@ -29,4 +29,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.network.shared = True
     config.evaluation.episodes = 64
     config.evaluation.greedy = False
+    # An update takes minutes on a CPU.
+    config.sebulba.timeout_s = 600.0
     return config

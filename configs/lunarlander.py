@@ -3,8 +3,8 @@
     python -m podracer.sebulba --config=configs/lunarlander.py
     python -m podracer.sebulba --config=configs/lunarlander.py --config.agent=vtrace
 
-Hardware: 2 CPU cores, 75 to 110 seconds. Expected: an evaluation above 200, which is "solved";
-with seed 0 V-trace reached 233, and PPO 252 in half as many steps.
+Hardware: 2 CPU cores, 76 seconds. Expected: an evaluation above 200, which is "solved"; PPO reached
+260 with seed 0, V-trace 238, 221 and 236 with seeds 0, 1 and 2.
 """
 
 import ml_collections
@@ -20,7 +20,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.unroll_length = 128
     config.discount = 0.999
     config.ppo.gae_lambda = 0.98
-    config.learning_rate = 1e-3
+    config.learning_rate = 5e-4
     config.normalize_rewards = True
     config.num_minibatches = 8
     return config

@@ -5,7 +5,8 @@
 Levels are without number, as Procgen's tests of generalisation have them, not the 200 of its
 training. On Python 3.11 envpool needs the system's Qt 5 for Procgen.
 
-@@
+Hardware: a GPU. It has been trained on none yet, so no score is expected: 2 CPU cores do 92 steps
+a second, 3 days for all.
 """
 
 import ml_collections

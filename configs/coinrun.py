@@ -7,7 +7,12 @@ training. On Python 3.11 envpool needs the system's Qt 5 for Procgen.
 
 Hardware: a GPU; 2 CPU cores do 92 steps a second, 3 days for all. Expected: near the 10 that is the
 most there is, where an agent that sees nothing gets 5 (https://arxiv.org/abs/1912.01588, appendix
-C) and random actions 3.3. It has not been trained yet.
+C) and random actions 3.3. With this network it has not been trained yet; with
+
+    --config.network.torso=shallow --config.network.activation=relu
+
+2 CPU cores do 2.2 K steps a second, 3 hours for all: 6.2 with seed 0 after 600 K steps, 5 minutes,
+and rising, where it was stopped.
 """
 
 import ml_collections

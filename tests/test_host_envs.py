@@ -2,12 +2,13 @@
 
 import importlib
 
+import gymnasium
 import jax
 import numpy as np
 import pytest
 
 from podracer import envs
-from podracer.envs import dummy
+from podracer.envs import dummy, spaces
 from podracer.errors import ConfigError
 
 
@@ -168,6 +169,15 @@ def test_a_missing_envpool_is_named(monkeypatch):
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(ConfigError, match=r"pip install -e '\.\[sebulba\]'"):
         envs.make_host("envpool:Pong-v5", {}, {})
+
+
+def test_whole_numbers_are_seen_one_hot_from_where_they_start():
+    space = gymnasium.spaces.Discrete(3, start=2)
+    env = spaces.host_environment(
+        "numbers", space, gymnasium.spaces.Discrete(2), dummy.CountingPool
+    )
+    sent = np.array([2, 3, 4], np.float32)
+    np.testing.assert_array_equal(env.receive(sent, sent), np.eye(3))
 
 
 def test_seeds_are_the_environments_own():

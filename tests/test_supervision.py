@@ -205,7 +205,7 @@ def test_a_hang_leaves_no_process_of_an_environment(tmp_path):
             "gymnasium:tests.sleeper:Sleeper-v0",
             tmp_path,
             f"--config.env_kwargs.folder={pids}",
-            "--config.sebulba.timeout_s=8.",
+            "--config.sebulba.timeout_s=3.",
         ),
     )
     assert run.returncode == cli.ACTOR

@@ -1,8 +1,9 @@
 """What actors and learner exchange, and who watches over them. Nothing here waits for ever.
 
 Each actor thread has a bounded ``Channel`` for its unrolls; weights go the other way by
-``Publisher``, by version. ``Supervisor`` starts the threads, notices one that failed or hangs, and
-stops all. Every wait ends when it says stop.
+``Publisher``, by version. A ``Worker`` is a thread for what the main thread would have to wait for.
+``Supervisor`` starts the threads, notices one that failed or hangs, and stops all. Every wait ends
+when it says stop.
 """
 
 import queue

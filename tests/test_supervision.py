@@ -254,16 +254,19 @@ def test_a_failure_ends_the_process_within_ten_seconds(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("env", "every"),
+    ("env", "every", "number", "code"),
     [
-        ("dummy:counting", 1),
-        ("gymnasium:CartPole-v1", 0),
-        pytest.param("envpool:CartPole-v1", 1, marks=pytest.mark.slow),
+        ("dummy:counting", 1, signal.SIGINT, cli.INTERRUPTED),
+        ("gymnasium:CartPole-v1", 0, signal.SIGINT, cli.INTERRUPTED),
+        ("gymnasium:CartPole-v1", 0, signal.SIGTERM, cli.PREEMPTED),
+        pytest.param(
+            "envpool:CartPole-v1", 1, signal.SIGINT, cli.INTERRUPTED, marks=pytest.mark.slow
+        ),
     ],
 )
-def test_an_interrupt_ends_cleanly(env, every, tmp_path):
-    """A terminal's, which reaches all processes. Most of the time of these runs is evaluation's
-    where there is one after every update."""
+def test_a_signal_to_all_processes_ends_cleanly(env, every, number, code, tmp_path):
+    """A terminal's Ctrl-C, a batch system's SIGTERM. Most of the time of these runs is
+    evaluation's where there is one after every update."""
     with subprocess.Popen(
         command(
             env,
@@ -281,12 +284,12 @@ def test_an_interrupt_ends_cleanly(env, every, tmp_path):
         assert run.stdout is not None
         while "a second" not in run.stdout.readline():
             assert run.poll() is None
-        os.killpg(run.pid, signal.SIGINT)
+        os.killpg(run.pid, number)
         start = time.monotonic()
         _, errors = run.communicate(timeout=60)
-    assert run.returncode == cli.INTERRUPTED
+    assert run.returncode == code
     assert time.monotonic() - start < 10
-    assert "interrupted" in errors
+    assert ("SIGTERM" if number == signal.SIGTERM else "interrupted") in errors
     assert "Traceback" not in errors
     assert (tmp_path / "run" / "metrics.jsonl").read_text()
 

@@ -98,10 +98,10 @@ class SebulbaConfig:
       learners_per_actor: learner devices to each actor device, where they are not listed; 3 splits
         2 devices as 1 + 1, 4 as 1 + 3 and 8 as 2 + 6. A single device does both.
       threads: actor threads to each actor device, each with a pool of environments of its own.
-      pool_threads: of the C++ pool of each actor thread; 0 shares the cores out among the pools.
+      pool_threads: of envpool in each actor thread; 0 shares the cores out among the pools.
       lag: the n-th unroll is acted with the weights after n - lag updates, whatever the timing: 0
         waits for each update, 1 acts while the learner learns from the unroll before.
-      free_running: act with the newest weights instead; runs are then not reproducible.
+      free_running: act with the newest weights instead; not reproducible, and for V-trace alone.
       newest_frame: of stacked frames, send the newest alone and stack them on the device.
       timeout_s: seconds after which a thread that does not get on, or an update, is taken to hang.
       max_restarts: how often an actor thread rebuilds its pool before it gives up.

@@ -146,6 +146,7 @@ class HostEvaluation:
             action = spaces.to_environment(action, env.spec.action)
             return state.replace(carry=carry), action
 
+        self._expected = rollout.sent_shapes(env, len(self._ids))
         self._start = jax.jit(partial(rollout.host_start, env, agent))
         self._arrive = jax.jit(partial(rollout.host_arrive, env), donate_argnums=0)
         self._act = jax.jit(act, donate_argnums=1)
@@ -161,6 +162,7 @@ class HostEvaluation:
         beat("building its pool")
         self._pool = self._pool or self._make_pool()
         step = self._pool.reset()
+        rollout.check_sent(step.timestep, self._expected)
         device = key.device
         state = self._start(*jax.device_put((self._ids, step.timestep), device))
         ret = np.zeros(len(self._ids))
@@ -170,6 +172,7 @@ class HostEvaluation:
             state, action = self._act(weights, state, key, jax.device_put(np.int32(count), device))
             beat("stepping its pool")
             step = self._pool.step(np.asarray(action))
+            rollout.check_sent(step.timestep, self._expected)
             ret += np.where(complete, 0, step.score)
             length += ~complete & ~step.timestep.first
             complete |= step.over

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from podracer import returns
@@ -198,6 +199,34 @@ def sent_shapes(env: HostEnvironment, batch: int) -> TimeStep:
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     one = TimeStep(env.sent, scalar, scalar, jax.ShapeDtypeStruct((), jnp.bool_))
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch, *x.shape), x.dtype), one)
+
+
+class PoolError(RuntimeError):
+    """A pool gave something that is no time step."""
+
+
+def check_sent(sent: TimeStep, expected: TimeStep) -> None:
+    """Checks what a pool gave.
+
+    Args:
+      sent: numpy arrays.
+      expected: their shapes, see ``sent_shapes``.
+
+    Raises:
+      PoolError: another shape or type, NaN or infinity, and where.
+    """
+    pairs = zip(jax.tree.leaves(sent), jax.tree.leaves(expected), strict=True)
+    for number, (array, other) in enumerate(pairs):
+        if array.shape != other.shape or array.dtype != other.dtype:
+            wrong = (
+                f"{array.dtype}{list(array.shape)}, not {np.dtype(other.dtype)}{list(other.shape)}"
+            )
+        elif array.dtype.kind == "f" and not np.isfinite(array).all():
+            wrong = "NaN or infinite"
+        else:
+            continue
+        path, _ = jax.tree.leaves_with_path(expected)[number]
+        raise PoolError(f"the pool's {jax.tree_util.keystr(path)} is {wrong}")
 
 
 def host_start(env: HostEnvironment, agent: Agent, env_ids: Array, sent: TimeStep) -> HostState:

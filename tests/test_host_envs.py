@@ -31,15 +31,17 @@ def play(env, steps, seeds=(1, 2, 3, 4), actions=None):
 
 
 @pytest.mark.parametrize(
-    ("env_id", "kwargs"),
+    ("env_id", "kwargs", "limit"),
     [
-        ("envpool:CartPole-v1", {"max_episode_steps": 14}),
-        ("gymnasium:CartPole-v1", {"max_episode_steps": 14}),
-        ("dummy:counting", {"truncate": True}),
-        ("dummy:counting", {}),
+        ("envpool:CartPole-v1", {"max_episode_steps": 14}, 14),
+        # A limit that envpool's max_episode_steps does not know of.
+        ("envpool:Highway-v0", {"duration": 14}, 14),
+        ("gymnasium:CartPole-v1", {"max_episode_steps": 14}, 14),
+        ("dummy:counting", {"truncate": True}, None),
+        ("dummy:counting", {}, None),
     ],
 )
-def test_an_episode_begins_in_the_step_after_an_end(env_id, kwargs):
+def test_an_episode_begins_in_the_step_after_an_end(env_id, kwargs, limit):
     out = play(envs.make_host(env_id, kwargs, {}), 200)
     timestep = out.timestep
     assert timestep.first[0].all()
@@ -49,14 +51,14 @@ def test_an_episode_begins_in_the_step_after_an_end(env_id, kwargs):
     # No end without a reason: terminated, or as long as an episode may be.
     terminated = timestep.discount == 0
     assert out.over[terminated].all()
-    if "max_episode_steps" in kwargs:
+    if limit:
         assert terminated.any()
         length = np.zeros(4)
         for t in range(1, 201):
             length = np.where(timestep.first[t], 0, length + 1)
             truncated = out.over[t] & ~terminated[t]
-            assert (length[truncated] == 14).all()
-            assert (length <= 14).all()
+            assert (length[truncated] == limit).all()
+            assert (length <= limit).all()
         assert (out.over & ~terminated).any()
     else:
         assert (out.over & terminated).any() != kwargs.get("truncate", False)
@@ -131,7 +133,8 @@ def test_what_agents_see(env_id, shape, dtype):
     [
         ("envpool:Pongg-v5", {}, "did you mean Pong-v5"),
         ("envpool:Pong-v5", {"episodic_lives": True}, "did you mean episodic_life"),
-        ("envpool:Pong-v5", {"num_envs": 3}, "num_envs"),
+        ("envpool:Pong-v5", {"num_envs": 3}, "'num_envs', which is set by num_envs"),
+        ("envpool:Pong-v5", {"num_threads": 3}, "which is set by sebulba.pool_threads"),
         ("envpool:Pong-v5", {"noop_max": "many"}, "can't be made with env_kwargs"),
         ("envpool:MiniGrid-Empty-5x5-v0", {}, "observes Dict"),
         ("gymnasium:CartPole-v7", {}, "CartPole-v1"),
@@ -158,8 +161,12 @@ def test_frames_that_are_not_there_can_not_be_sent():
     for env_id in ("envpool:CartPole-v1", "gymnasium:CartPole-v1", "dummy:counting"):
         with pytest.raises(ConfigError, match="frame"):
             envs.make_host(env_id, {}, {}, newest_frame=True)
-    with pytest.raises(ConfigError, match="colours"):
-        envs.make_host("envpool:Pong-v5", {"gray_scale": False}, {}, newest_frame=True)
+    for env_id, kwargs in (
+        ("envpool:Pong-v5", {"gray_scale": False}),
+        ("envpool:DefendTheCenter-v1", {}),
+    ):
+        with pytest.raises(ConfigError, match="colours"):
+            envs.make_host(env_id, kwargs, {}, newest_frame=True)
 
 
 def test_a_missing_envpool_is_named(monkeypatch):

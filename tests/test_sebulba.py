@@ -1,6 +1,7 @@
 """Sebulba as a whole: the same learning as Anakin's, whatever the devices, threads and timing."""
 
 import collections
+import contextlib
 import dataclasses
 import importlib
 import itertools
@@ -214,7 +215,13 @@ def test_timing_changes_nothing(monkeypatch):
         assert (row["lag/min"], row["lag/mean"], row["lag/max"]) == (lag, lag, lag)
 
 
-FREE = {"num_envs": 24, **SOLO, "sebulba__threads": 3, "sebulba__free_running": True}
+FREE = {
+    "agent": "vtrace",
+    "num_envs": 24,
+    **SOLO,
+    "sebulba__threads": 3,
+    "sebulba__free_running": True,
+}
 
 
 def test_running_free_takes_the_newest_weights_and_says_how_old_they_were(monkeypatch):
@@ -372,17 +379,44 @@ def test_frames_travel_as_bytes_and_the_newest_alone_give_the_same_unrolls():
     assert plain[1].timestep.first.any()
 
 
-def test_no_two_environments_share_a_seed():
-    config = sebulba_config(num_envs=108, sebulba__threads=3, seed=7)
-    run = train_lib.prepare(config)
-    ids = np.concatenate([actor.env_ids for actor in train_lib.make_actors(run)])
-    np.testing.assert_array_equal(np.sort(ids), np.arange(108))
-    ids = np.concatenate([ids, 108 + np.arange(config.evaluation.episodes)])
-    seeds = [seed for n in range(5) for seed in train_lib.pool_seeds(config, ids, n)]
-    assert len(set(seeds)) == len(seeds)
-    assert all(0 <= seed < 2**31 for seed in seeds)
-    neighbour = train_lib.pool_seeds(sebulba_config(num_envs=108, seed=8), ids, 0)
-    assert not set(seeds) & set(neighbour)
+def seeds_of(config, number, hosts, monkeypatch):
+    """All seeds that one of several hosts gives to environments: those of its actors' pools as they
+    are built first and again, then its evaluation's."""
+    given, evaluations = [], []
+
+    def make(seeds, threads):
+        given.extend(seeds)
+
+    monkeypatch.setattr(jax, "process_count", lambda: hosts)
+    monkeypatch.setattr(jax, "process_index", lambda: number)
+    monkeypatch.setattr(
+        train_lib,
+        "HostEvaluation",
+        lambda *arguments: evaluations.append(arguments[3]) or contextlib.closing(None),
+    )
+    env = envs.make_host("dummy:counting", {}, {})._replace(make=make)
+    devices = jax.devices()[: 2 * hosts]
+    own = tuple(devices[2 * number : 2 * number + 2])
+    run = train_lib.make_run(config, env, mesh.Split(own, own), devices)
+    for restarts in range(3):
+        for actor in train_lib.make_actors(run):
+            actor.make_pool(restarts)
+    with Supervisor(30.0) as supervisor:
+        train_lib.make_evaluate(run, supervisor, lambda: None)
+        evaluations[0]()
+    return given
+
+
+def test_no_two_environments_share_a_seed(monkeypatch):
+    """Of no thread, device, host, rebuilt pool or evaluation, nor of a run with the next seed."""
+    given = []
+    for seed in (7, 8):
+        config = sebulba_config(num_envs=128, seed=seed, evaluation__episodes=9)
+        for number in range(2):
+            given += seeds_of(config, number, 2, monkeypatch)
+    assert len(given) == 2 * (3 * 128 + 2 * 5)
+    assert len(set(given)) == len(given)
+    assert all(0 <= seed < 2**31 for seed in given)
 
 
 @pytest.mark.parametrize(
@@ -430,6 +464,7 @@ def test_configs_fit_hosts_of_any_size(name, count):
         ({"num_envs": 40}, "num_envs=40 does not divide over 6 devices times 4 actor threads; 48"),
         ({"num_envs": 48, "num_minibatches": 7}, "num_minibatches=7 does not divide the 64 items"),
         ({"stagger": 5, "num_envs": 48}, "stagger=5 is for environments written in JAX"),
+        ({"sebulba__free_running": True}, "which agent='ppo' does not correct for"),
         ({"sebulba__lag": 2}, "sebulba.lag must be 0 or 1, got 2"),
         ({"sebulba__threads": 0}, "sebulba.threads must be positive, got 0"),
         ({"sebulba__timeout_s": -1.0}, r"sebulba.timeout_s must be positive, got -1\.0"),

@@ -127,7 +127,12 @@ def test_an_actor_that_fails_anywhere_stops_the_run(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("how", "message"), [("raise", "failed"), ("hang", "hangs: stepping its pool")]
+    ("how", "message"),
+    [
+        ("raise", "failed: .*has crashed"),
+        ("nan", "failed: .*NaN or infinite"),
+        ("hang", "hangs: stepping its pool"),
+    ],
 )
 def test_an_evaluation_that_hangs_or_fails_stops_the_run(how, message):
     def make(seeds):

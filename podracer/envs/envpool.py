@@ -3,9 +3,9 @@
 A pool begins an episode in the step after the last one's end (*next step*): that step ignores its
 action, has reward 0 and arrives at the first observation. So an observation is the first of an
 episode iff the arrival before it was an end. Whether an end was a truncation is told by
-``elapsed_step`` and, where there is one, ``terminated``; the flag ``TimeLimit.truncated`` has been
-wrong. Where lost lives end episodes (``episodic_life``), the agent sees an end with discount 0,
-while the game's score goes on until the game is over.
+``elapsed_step`` and, where there is one, ``terminated``; the pool's own flag has missed some, but
+knows of limits that an option of the game sets. Where lost lives end episodes (``episodic_life``),
+the agent sees an end with discount 0, while the game's score goes on until the game is over.
 """
 
 import importlib
@@ -22,8 +22,16 @@ from podracer.envs import spaces
 from podracer.errors import ConfigError, unknown
 from podracer.types import Array, HostEnvironment, HostStep, TimeStep
 
-# Options that are ours to give.
-OURS = ("num_envs", "batch_size", "num_threads", "seed", "env_seed", "max_num_players", "base_path")
+# Options that are ours to give, and what sets them.
+OURS = {
+    "num_envs": "num_envs",
+    "batch_size": "num_envs",
+    "num_threads": "sebulba.pool_threads",
+    "seed": "seed",
+    "env_seed": "seed",
+    "max_num_players": "",
+    "base_path": "",
+}
 
 
 def _import() -> ModuleType:
@@ -75,19 +83,27 @@ class EnvPool:
         zeros = np.zeros(len(self._ended), np.float32)
         self._ended = np.ones(len(zeros), bool)
         info = {**info, "reward": zeros}
-        return self._arrive(observation, zeros, zeros.astype(bool), info)
+        no_end = zeros.astype(bool)
+        return self._arrive(observation, zeros, no_end, no_end, info)
 
     def step(self, action: np.ndarray) -> HostStep:
         observation, reward, terminated, truncated, info = self._pool.step(action)
-        return self._arrive(observation, reward, terminated | truncated, info)
+        return self._arrive(observation, reward, terminated, truncated, info)
 
     def _arrive(
-        self, observation: np.ndarray, reward: np.ndarray, ended: np.ndarray, info: dict[str, Any]
+        self,
+        observation: np.ndarray,
+        reward: np.ndarray,
+        terminated: np.ndarray,
+        truncated: np.ndarray,
+        info: dict[str, Any],
     ) -> HostStep:
+        ended = terminated | truncated
         first, self._ended = self._ended, ended
         limit = ended & (info["elapsed_step"] >= self._max_steps)
-        over = np.asarray(info.get("terminated", ended & ~limit), bool)
-        truncated = limit & ~over
+        # At the limit only games with a word of their own tell a termination: by both flags.
+        over = np.asarray(info.get("terminated", terminated & (truncated | ~limit)), bool)
+        truncated = (limit | truncated) & ~over
         sent: Any = spaces.as_sent(observation)
         if self.newest:
             # A game begins with one frame, repeated. (A lost life begins an episode as well, but
@@ -118,11 +134,14 @@ def _stack(sent: dict[str, Array], previous: Array) -> Array:
     return jnp.where(sent["fresh"][:, None, None, None], frame, shifted)
 
 
-def _newest(env: HostEnvironment, name: str, options: Mapping[str, Any]) -> HostEnvironment:
-    """The same environment, sent frame by frame."""
-    height, width, _ = env.spec.observation.shape
-    if not options.get("gray_scale", True):
-        raise ConfigError(f"sebulba.newest_frame needs single gray frames, but {name} has colours")
+def _newest(env: HostEnvironment, name: str, frames: int) -> HostEnvironment:
+    """The same environment, sent frame by frame, of which it stacks so many."""
+    height, width, channels = env.spec.observation.shape
+    if channels != frames:
+        raise ConfigError(
+            f"sebulba.newest_frame needs single gray frames, but {name} has {channels} channels "
+            f"for a stack of {frames}: colours"
+        )
     sent = {
         "frame": jax.ShapeDtypeStruct((height, width), jnp.uint8),
         "fresh": jax.ShapeDtypeStruct((), jnp.bool_),
@@ -134,6 +153,8 @@ def _check_options(
     name: str, kwargs: Mapping[str, Any], options: set[str], newest_frame: bool
 ) -> None:
     for key in kwargs:
+        if OURS.get(key):
+            raise ConfigError(f"env_kwargs has {key!r}, which is set by {OURS[key]}")
         if key not in options:
             raise unknown(f"option of envpool:{name} in env_kwargs", key, options)
     if newest_frame and "stack_num" not in options:
@@ -188,4 +209,4 @@ def make(
         f"envpool:{name}", spec.gymnasium_observation_space, spec.gymnasium_action_space, pool
     )
     env = env._replace(make_drawn=drawn)
-    return _newest(env, f"envpool:{name}", kwargs) if newest_frame else env
+    return _newest(env, f"envpool:{name}", spec.config.stack_num) if newest_frame else env

@@ -29,9 +29,11 @@ def action_space(space: Any, name: str) -> Discrete | Box:
         return Discrete(int(space.n))
     if hasattr(space, "low") and hasattr(space, "high"):
         shape = tuple(space.shape)
-        low, high = (
-            np.broadcast_to(np.asarray(x, np.float32), shape) for x in (space.low, space.high)
-        )
+        # float64's largest number, which stands for no bound, is infinite as float32.
+        with np.errstate(over="ignore"):
+            low, high = (
+                np.broadcast_to(np.asarray(x, np.float32), shape) for x in (space.low, space.high)
+            )
         return Box(shape, low, high)
     raise ConfigError(
         f"{name} has the action space {space}; agents act in Box spaces and in Discrete ones that "

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from podracer import rollout
 from podracer.metrics import Clock
-from podracer.rollout import EpisodeMetrics, HostUnroll, sent_shapes
+from podracer.rollout import EpisodeMetrics, HostUnroll
 from podracer.sebulba.pipeline import Channel, Publisher, Supervisor, Unroll
 from podracer.types import Array, Device, HostEnvironment, HostStep, Pool, TimeStep
 
@@ -21,10 +22,6 @@ from podracer.types import Array, Device, HostEnvironment, HostStep, Pool, TimeS
 # "pause" while the loop around it evaluates or saves.
 ENVIRONMENT, INFERENCE, TRANSFER = "environment", "inference", "transfer"
 WAIT, PAUSE = "wait", "pause"
-
-
-class PoolError(RuntimeError):
-    """A pool gave something that is no time step."""
 
 
 class Games:
@@ -79,8 +76,7 @@ class SteadyPool:
         self.games = Games(batch)
         self._make, self._max_restarts = make, max_restarts
         self._pool: Pool | None = None
-        paths, _ = jax.tree_util.tree_flatten_with_path(sent_shapes(env, batch))
-        self._expected = [(jax.tree_util.keystr(path), x.shape, x.dtype) for path, x in paths]
+        self._expected = rollout.sent_shapes(env, batch)
 
     def reset(self) -> HostStep:
         """Builds the pool and resets it. One that can't be built at first is no case for another
@@ -109,20 +105,9 @@ class SteadyPool:
         raise failure
 
     def _checked(self, step: HostStep) -> HostStep:
-        self._check(step.timestep)
+        rollout.check_sent(step.timestep, self._expected)
         self.games.add(step)
         return step
-
-    def _check(self, timestep: TimeStep) -> None:
-        arrays = jax.tree.leaves(timestep)
-        for (name, shape, dtype), array in zip(self._expected, arrays, strict=True):
-            if array.shape != shape or array.dtype != dtype:
-                raise PoolError(
-                    f"the pool's {name} is {array.dtype}{list(array.shape)}, not "
-                    f"{dtype}{list(shape)}"
-                )
-            if array.dtype.kind == "f" and not np.isfinite(array).all():
-                raise PoolError(f"the pool's {name} is NaN or infinite")
 
     def close(self) -> None:
         """Lets go of the pool."""

@@ -85,6 +85,11 @@ def prepare(config: Config, env: HostEnvironment | None = None) -> Run:
         raise ConfigError(
             f"stagger={config.stagger} is for environments written in JAX; set it to 0"
         )
+    if options.free_running and config.agent != "vtrace":
+        raise ConfigError(
+            f"sebulba.free_running acts with weights of any age, which agent={config.agent!r} does "
+            "not correct for; take agent='vtrace'"
+        )
     if env is None:
         env = envs.make_host(
             config.env, config.env_kwargs, config.env_params, newest_frame=options.newest_frame

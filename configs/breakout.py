@@ -31,7 +31,7 @@ def get_config() -> ml_collections.ConfigDict:
         "max_episode_steps": 27_000,
     }
     config.agent = "vtrace"
-    config.total_steps = 50_000_000
+    config.total_steps = 5_000_000
     config.num_envs = 96
     config.unroll_length = 32
     config.learning_rate = 6e-4
@@ -41,6 +41,4 @@ def get_config() -> ml_collections.ConfigDict:
     config.network.activation = "relu"
     config.network.shared = True
     config.evaluation.episodes = 16
-    # The same bits; less to send to a device behind a bus, a little more work for a CPU.
-    config.sebulba.newest_frame = True
     return config

@@ -1,18 +1,19 @@
-"""CoinRun of Procgen by envpool, easy levels, by PPO with IMPALA's residual network.
+"""CoinRun of Procgen by envpool, easy levels, by PPO with IMPALA's shallow network.
 
     python -m podracer.sebulba --config=configs/coinrun.py
 
 Levels are without number, as Procgen's tests of generalisation have them, not the 200 of its
 training. On Python 3.11 envpool needs the system's Qt 5 for Procgen.
 
-Hardware: a GPU; 2 CPU cores do 92 steps a second, 3 days for all. Expected: near the 10 that is the
-most there is, where an agent that sees nothing gets 5 (https://arxiv.org/abs/1912.01588, appendix
-C) and random actions 3.3. With this network it has not been trained yet; with
+Hardware: 2 CPU cores, 30 minutes (2.2 K steps a second). Expected: with seed 0 it rises from 3.3,
+the return of random actions, over 6.3 after half of the steps to 7.9 of 10, where an agent that
+sees nothing gets 5 (https://arxiv.org/abs/1912.01588, appendix C); the final evaluation, with
+sampled actions, was 8.3. It still rises: to go on, give the same command more total_steps.
 
-    --config.network.torso=shallow --config.network.activation=relu
+That paper's own setting is IMPALA's residual network and 25 M steps, which is for a GPU (2 CPU
+cores do 92 steps a second) and was not trained here:
 
-2 CPU cores do 2.2 K steps a second, 3 hours for all: 6.2 with seed 0 after 600 K steps, 5 minutes,
-and rising, where it was stopped.
+    --config.network.torso=resnet --config.total_steps=25_000_000
 """
 
 import ml_collections
@@ -23,7 +24,7 @@ from podracer.config import default_config
 def get_config() -> ml_collections.ConfigDict:
     config = default_config()
     config.env = "envpool:CoinrunEasy-v0"
-    config.total_steps = 25_000_000
+    config.total_steps = 4_000_000
     config.num_envs = 48
     config.unroll_length = 256
     config.discount = 0.999
@@ -32,10 +33,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.num_epochs = 3
     config.num_minibatches = 8
     config.normalize_rewards = True
-    config.network.torso = "resnet"
+    config.network.torso = "shallow"
+    config.network.activation = "relu"
     config.network.shared = True
     config.evaluation.episodes = 64
     config.evaluation.greedy = False
-    # An update takes minutes on a CPU.
-    config.sebulba.timeout_s = 600.0
     return config

@@ -42,6 +42,4 @@ def get_config() -> ml_collections.ConfigDict:
     config.network.activation = "relu"
     config.network.shared = True
     config.evaluation.episodes = 16
-    # The same bits; less to send to a device behind a bus, a little more work for a CPU.
-    config.sebulba.newest_frame = True
     return config

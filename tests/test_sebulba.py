@@ -1,7 +1,6 @@
 """Sebulba as a whole: the same learning as Anakin's, whatever the devices, threads and timing."""
 
 import collections
-import contextlib
 import dataclasses
 import importlib
 import itertools
@@ -24,7 +23,7 @@ from podracer.errors import ConfigError
 from podracer.nets import actor_critic
 from podracer.sebulba import actor as actor_lib
 from podracer.sebulba import learner as learner_lib
-from podracer.sebulba import program
+from podracer.sebulba import pipeline, program
 from podracer.sebulba.pipeline import Channel, Publisher, Supervisor
 from podracer.session import Options, Session
 from podracer.types import Trajectory
@@ -215,6 +214,37 @@ def test_timing_changes_nothing(monkeypatch):
         assert (row["lag/min"], row["lag/mean"], row["lag/max"]) == (lag, lag, lag)
 
 
+def test_the_next_batch_is_with_the_learners_while_they_update(monkeypatch):
+    """Each update waits for that: its own weights are not needed for it."""
+    learn, put, sent = learner_lib.Learner._learn, Channel.put, collections.Counter()
+    config = sebulba_config(num_envs=48, total_steps=6 * 48 * 8)
+
+    def spy(self, item):
+        put(self, item)
+        if isinstance(item, pipeline.Unroll):
+            assert [one_device(part) for part in item.parts] == list(run.split.learners)
+            assert all(x.is_ready() for x in jax.tree.leaves(item.parts))
+            sent[self] += 1
+
+    def one_device(part):
+        (device,) = {device for x in jax.tree.leaves(part) for device in x.devices()}
+        return device
+
+    def late(self, state, taken):
+        deadline = time.monotonic() + 60
+        while any(sent[channel] < min(self.version + 2, 6) for channel in self._channels):
+            time.sleep(0.001)
+            assert time.monotonic() < deadline
+        return learn(self, state, taken)
+
+    monkeypatch.setattr(Channel, "put", spy)
+    monkeypatch.setattr(learner_lib.Learner, "_learn", late)
+    run = train_lib.prepare(config)
+    assert len(run.split.actors) == 2
+    train(config)
+    assert list(sent.values()) == [6] * 4
+
+
 FREE = {
     "agent": "vtrace",
     "num_envs": 24,
@@ -389,11 +419,13 @@ def seeds_of(config, number, hosts, monkeypatch):
 
     monkeypatch.setattr(jax, "process_count", lambda: hosts)
     monkeypatch.setattr(jax, "process_index", lambda: number)
-    monkeypatch.setattr(
-        train_lib,
-        "HostEvaluation",
-        lambda *arguments: evaluations.append(arguments[3]) or contextlib.closing(None),
-    )
+    init = train_lib.HostEvaluation.__init__
+
+    def spy(self, *arguments):
+        evaluations.append(arguments[3])
+        init(self, *arguments)
+
+    monkeypatch.setattr(train_lib.HostEvaluation, "__init__", spy)
     env = envs.make_host("dummy:counting", {}, {})._replace(make=make)
     devices = jax.devices()[: 2 * hosts]
     own = tuple(devices[2 * number : 2 * number + 2])

@@ -14,7 +14,7 @@ from podracer import returns, rollout
 from podracer.config import EvaluationConfig
 from podracer.envs import spaces
 from podracer.rollout import HostState, RolloutState
-from podracer.types import Agent, Array, Environment, HostEnvironment, Pool, Weights
+from podracer.types import Agent, Array, Environment, HostEnvironment, Pool, TimeStep, Weights
 
 
 class Episodes(NamedTuple):
@@ -146,9 +146,13 @@ class HostEvaluation:
             action = spaces.to_environment(action, env.spec.action)
             return state.replace(carry=carry), action
 
+        def arrive(state: HostState, sent: TimeStep) -> HostState:
+            before = state.timestep.observation
+            return state.replace(timestep=rollout.host_arrive(env, before, sent))
+
         self._expected = rollout.sent_shapes(env, len(self._ids))
         self._start = jax.jit(partial(rollout.host_start, env, agent))
-        self._arrive = jax.jit(partial(rollout.host_arrive, env), donate_argnums=0)
+        self._arrive = jax.jit(arrive, donate_argnums=0)
         self._act = jax.jit(act, donate_argnums=1)
 
     def __call__(self, weights: Weights, key: Array, beat: Callable[[str], None]) -> Episodes:

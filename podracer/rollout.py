@@ -165,13 +165,15 @@ class Recording(struct.PyTreeNode):
     """An unroll under way.
 
     Attributes:
-      state: where environments and agent are.
+      env_id: the environments' global numbers.
+      carry: the agent's memory.
       t: ``[]`` int32, the step that was acted on last.
       keys: ``[T, B]``, to act with.
       trajectory: what there is up to step t; the rest is still empty.
     """
 
-    state: HostState
+    env_id: Array
+    carry: Carry
     t: Array
     keys: Array
     trajectory: Trajectory
@@ -237,10 +239,9 @@ def host_start(env: HostEnvironment, agent: Agent, env_ids: Array, sent: TimeSte
     return HostState(env_ids, timestep, agent.carry(env_ids))
 
 
-def host_arrive(env: HostEnvironment, state: HostState, sent: TimeStep) -> HostState:
-    """The state at the next time step."""
-    observation = env.receive(sent.observation, state.timestep.observation)
-    return state.replace(timestep=sent.replace(observation=observation))
+def host_arrive(env: HostEnvironment, before: Array, sent: TimeStep) -> TimeStep:
+    """The next time step, of what was sent and the observations before it."""
+    return sent.replace(observation=env.receive(sent.observation, before))
 
 
 def make_host_unroll(env: HostEnvironment, agent: Agent, length: int, parts: int) -> HostUnroll:
@@ -261,26 +262,31 @@ def make_host_unroll(env: HostEnvironment, agent: Agent, length: int, parts: int
             *_first_of(length, (action, extras)),
             carry=state.carry,
         )
-        recording = Recording(state.replace(carry=carry), jnp.int32(0), keys, trajectory)
+        recording = Recording(state.env_id, carry, jnp.int32(0), keys, trajectory)
         return recording, spaces.to_environment(action, env.spec.action)
 
+    def arrive(past: Trajectory, t: Array | int, sent: TimeStep) -> TimeStep:
+        return host_arrive(env, past.timestep.observation[t], sent)
+
     def act(weights: Weights, recording: Recording, sent: TimeStep) -> tuple[Recording, Array]:
-        state, t = host_arrive(env, recording.state, sent), recording.t + 1
-        carry, action, extras = agent.act(weights, state.carry, state.timestep, recording.keys[t])
-        past = recording.trajectory
+        past, t = recording.trajectory, recording.t + 1
+        timestep = arrive(past, recording.t, sent)
+        carry, action, extras = agent.act(weights, recording.carry, timestep, recording.keys[t])
         trajectory = Trajectory(
-            _write(past.timestep, t, state.timestep),
+            _write(past.timestep, t, timestep),
             *_write((past.action, past.extras), t, (action, extras)),
             carry=past.carry,
         )
-        recording = Recording(state.replace(carry=carry), t, recording.keys, trajectory)
+        recording = recording.replace(carry=carry, t=t, trajectory=trajectory)
         return recording, spaces.to_environment(action, env.spec.action)
 
     def close(recording: Recording, sent: TimeStep) -> tuple[HostState, tuple[Trajectory, ...]]:
-        state, past = host_arrive(env, recording.state, sent), recording.trajectory
-        timestep = _write(past.timestep, length, state.timestep)
+        past = recording.trajectory
+        last = arrive(past, length - 1, sent)
+        timestep = _write(past.timestep, length, last)
         steps = _split(past.replace(timestep=timestep, carry=()), 1, parts)
         carries = _split(past.carry, 0, parts)
+        state = HostState(recording.env_id, last, recording.carry)
         return state, tuple(x.replace(carry=c) for x, c in zip(steps, carries, strict=True))
 
     return HostUnroll(partial(host_start, env, agent), begin, act, close)

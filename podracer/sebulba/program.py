@@ -141,7 +141,7 @@ def actor_shapes(
 
 
 def lower_unroll(functions: HostUnroll, shapes: ActorShapes, device: Device) -> HostUnroll:
-    """An actor's functions, ready to compile for its device; states and recordings are donated."""
+    """An actor's functions, ready to compile for its device; recordings are donated."""
     on = jax.sharding.SingleDeviceSharding(device)
     placed: ActorShapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), shapes
@@ -155,7 +155,7 @@ def lower_unroll(functions: HostUnroll, shapes: ActorShapes, device: Device) -> 
 
     return HostUnroll(
         lower(functions.start, (), placed.env_ids, placed.sent),
-        lower(functions.begin, (1,), placed.weights, placed.state, placed.number),
+        lower(functions.begin, (), placed.weights, placed.state, placed.number),
         lower(functions.act, (1,), placed.weights, placed.recording, placed.sent),
         lower(functions.close, whole, placed.recording, placed.sent),
     )

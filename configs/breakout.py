@@ -8,9 +8,10 @@ games of at most 27,000 steps (half an hour). Unlike theirs, a lost life ends an
 agent (``episodic_life``), FIRE serves the ball (``use_fire_reset``), and rewards are clipped to
 their sign; returns are those of whole games.
 
-Hardware: 2 CPU cores, 2.6 K steps a second, 5 hours for all. Expected: with seed 0 a return of 18.7
-while it explores, after 1.5 M steps, 9 minutes (at first: 1.5), and rising; it was not
-trained further.
+Hardware: 2 CPU cores, 33 minutes (2.5 K steps a second). Expected: with seed 0 a return that rises
+from 1.5 at first over 24 after half of the steps to 40 while it explores; the final, greedy
+evaluation was 51.8. The learning rate is 0 by then: to go on, give the same command more
+total_steps.
 """
 
 import ml_collections

@@ -157,7 +157,8 @@ def test_anakin_says_who_steps_environments_of_the_host():
         envs.make("envpool:Pong-v5", {}, {})
 
 
-def test_frames_that_are_not_there_can_not_be_sent():
+def test_frames_that_are_not_there_can_not_be_sent(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where ViZDoom leaves its settings
     for env_id in ("envpool:CartPole-v1", "gymnasium:CartPole-v1", "dummy:counting"):
         with pytest.raises(ConfigError, match="frame"):
             envs.make_host(env_id, {}, {}, newest_frame=True)

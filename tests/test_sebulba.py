@@ -430,8 +430,11 @@ def seeds_of(config, number, hosts, monkeypatch):
     devices = jax.devices()[: 2 * hosts]
     own = tuple(devices[2 * number : 2 * number + 2])
     run = train_lib.make_run(config, env, mesh.Split(own, own), devices)
-    for restarts in range(3):
-        for actor in train_lib.make_actors(run):
+    actors = train_lib.make_actors(run)
+    ids = np.sort(np.concatenate([actor.env_ids for actor in actors]))
+    np.testing.assert_array_equal(ids, np.arange(config.num_envs).reshape(hosts, -1)[number])
+    for restarts in range(5):
+        for actor in actors:
             actor.make_pool(restarts)
     with Supervisor(30.0) as supervisor:
         train_lib.make_evaluate(run, supervisor, lambda: None)
@@ -446,7 +449,7 @@ def test_no_two_environments_share_a_seed(monkeypatch):
         config = sebulba_config(num_envs=128, seed=seed, evaluation__episodes=9)
         for number in range(2):
             given += seeds_of(config, number, 2, monkeypatch)
-    assert len(given) == 2 * (3 * 128 + 2 * 5)
+    assert len(given) == 2 * (5 * 128 + 2 * 5)
     assert len(set(given)) == len(given)
     assert all(0 <= seed < 2**31 for seed in given)
 

@@ -2,8 +2,8 @@
 
     python -m podracer.sebulba --config=configs/football.py
 
-Hardware: 2 CPU cores, 1.1 K steps a second, 15 minutes for all. Expected: with seed 0 0.96 goals a
-game after 330 K steps, 5 minutes (random actions: 0.2); it was not trained further.
+Hardware: 2 CPU cores, 17 minutes (1 K steps a second). Expected: with seed 0 0.2 goals a game at
+first, 0.94 after 200 K steps and 0.97 at the end, in training and in the final evaluation.
 """
 
 import ml_collections

@@ -5,7 +5,7 @@
 Levels are without number, as Procgen's tests of generalisation have them, not the 200 of its
 training. On Python 3.11 envpool needs the system's Qt 5 for Procgen.
 
-Hardware: 2 CPU cores, 30 minutes (2.2 K steps a second). Expected: with seed 0 it rises from 3.3,
+Hardware: 2 CPU cores, 40 minutes beside other programs. Expected: with seed 0 it rises from 3.3,
 the return of random actions, over 6.3 after half of the steps to 7.9 of 10, where an agent that
 sees nothing gets 5 (https://arxiv.org/abs/1912.01588, appendix C); the final evaluation, with
 sampled actions, was 8.3. It still rises: to go on, give the same command more total_steps.

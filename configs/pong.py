@@ -7,7 +7,7 @@ the start, no sticky actions (``repeat_action_probability`` 0), the game's own m
 actions, no life loss (Pong has no lives), rewards clipped to their sign, games of at most 27,000
 steps (half an hour); returns are those of the game.
 
-Hardware: 2 CPU cores, 56 minutes (2.6 K steps a second). Expected: with seed 0 it rises from -20.3
+Hardware: 2 CPU cores, 56 minutes (2.4 K steps a second). Expected: with seed 0 it rises from -20.3
 at first over -11.6 after half of the steps to -1.8, of -21 to 21, while it explores; the final,
 greedy evaluation was 0.3 (docs/pong.svg). The learning rate is 0 by then: to go on, give the same
 command more total_steps. Nature's network with 2 minibatches of 1,024 steps had learned nothing

@@ -251,7 +251,7 @@ def run(
     session: Session,
     clock: Clock,
     mesh: jax.sharding.Mesh,
-    report: Callable[[], dict[str, Any]] = dict,
+    report: Callable[[Sequence[Row]], dict[str, Any]] = lambda _: {},
 ) -> Result:
     """Calls ``step`` until the run is over, or is asked to end.
 
@@ -269,7 +269,7 @@ def run(
       session: where rows and checkpoints go.
       clock: keeps what time went to; compiling is in it already.
       mesh: of the devices that learn.
-      report: more for the summary, asked for at the end.
+      report: more for the summary, from all rows.
 
     Raises:
       DivergedError: a loss or gradient became NaN or infinite; what was written stays.
@@ -305,7 +305,7 @@ def run(
                 keeper.save(state, done)
                 meeting.saved()
         keeper.save_last(state, sizes.last(progress.update))
-        summary = {**_summary(session.rows[-1], config.seeds, clock), **report()}
+        summary = {**_summary(session.rows[-1], config.seeds, clock), **report(session.rows)}
     session.finish(summary)
     return Result(state.train.weights, session.rows, summary)
 

@@ -1,6 +1,7 @@
 """Environments on the host: what their pools say, by the one convention of ``types.Pool``."""
 
 import importlib
+import re
 
 import gymnasium
 import jax
@@ -150,6 +151,21 @@ def test_what_agents_see(env_id, shape, dtype):
 def test_bad_input_is_named(env_id, kwargs, message):
     with pytest.raises(ConfigError, match=message):
         envs.make_host(env_id, kwargs, {})
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        gymnasium.spaces.Box(0, 5, (2,), np.int32),
+        gymnasium.spaces.Discrete(3, start=1),
+        gymnasium.spaces.MultiBinary(2),
+        gymnasium.spaces.MultiDiscrete([2, 3]),
+    ],
+)
+def test_an_action_space_that_agents_can_not_act_in_is_named(space):
+    observation = gymnasium.spaces.Box(0, 1, (2,), np.float32)
+    with pytest.raises(ConfigError, match="odd has the action space " + re.escape(str(space))):
+        spaces.host_environment("odd", observation, space, dummy.CountingPool)
 
 
 def test_anakin_says_who_steps_environments_of_the_host():

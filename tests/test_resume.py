@@ -425,6 +425,7 @@ def test_sebulba_goes_on_with_its_learner(tmp_path, monkeypatch, capsys):
         sebulba.train(run, tmp_path / "run", quiet=True)
     before = last_arrays(tmp_path / "run")
     assert before["rest/train/step"] == 4
+    began = rows_of(tmp_path / "run")
     result = sebulba.train(run, tmp_path / "run")
     out = capsys.readouterr().out
     assert "goes on from update 4" in out
@@ -438,6 +439,12 @@ def test_sebulba_goes_on_with_its_learner(tmp_path, monkeypatch, capsys):
     assert counts
     for name in counts:
         assert after[name] / before[name] == 10 / 4
+    # What the time went to is that of both starts, and of no start that has nothing left to do.
+    updating = sum(row["time/learner_update"] for row in result.metrics)
+    assert updating > sum(row["time/learner_update"] for row in began) > 0
+    assert result.summary["breakdown"]["learner_update"] == pytest.approx(updating)
+    again = sebulba.train(run, tmp_path / "run", quiet=True).summary
+    assert again["breakdown"] == result.summary["breakdown"]
 
 
 def command(workdir, *arguments):

@@ -27,7 +27,7 @@ def action_space(space: Any, name: str) -> Discrete | Box:
     """
     if _is_discrete(space) and int(getattr(space, "start", 0)) == 0:
         return Discrete(int(space.n))
-    if hasattr(space, "low") and hasattr(space, "high"):
+    if hasattr(space, "low") and np.issubdtype(space.dtype, np.floating):
         shape = tuple(space.shape)
         # float64's largest number, which stands for no bound, is infinite as float32.
         with np.errstate(over="ignore"):
@@ -36,8 +36,8 @@ def action_space(space: Any, name: str) -> Discrete | Box:
             )
         return Box(shape, low, high)
     raise ConfigError(
-        f"{name} has the action space {space}; agents act in Box spaces and in Discrete ones that "
-        "start at 0"
+        f"{name} has the action space {space}; agents act in Box spaces of real numbers and in "
+        "Discrete ones that start at 0"
     )
 
 

@@ -47,7 +47,7 @@ class Learner:
         self._worker, self._beat = Worker(supervisor, "learner", timed=timed), beat
         self._update, self._mesh, self._sizes = update, mesh, sizes
         self._actor_devices, self._publisher, self._channels = actor_devices, publisher, channels
-        self._clock, self._seconds = Clock(), dict[str, float]()
+        self._clock = Clock()
         self.version = version
 
     def publish(self, weights: Weights) -> None:
@@ -116,8 +116,6 @@ class Learner:
             for name, x in unroll.seconds.items():
                 name = f"actor_{name}"
                 seconds[name] = seconds.get(name, 0.0) + x / updates / threads
-        for name, x in seconds.items():
-            self._seconds[name] = self._seconds.get(name, 0.0) + x * updates
         return {
             "actor/restarts": sum(unroll.restarts for unroll in unrolls[-threads:]),
             "lag/min": min(lags),
@@ -126,13 +124,27 @@ class Learner:
             **{f"time/{name}": x for name, x in seconds.items()},
         }
 
-    def report(self) -> dict[str, Any]:
-        """The whole run's seconds by what they went to, and what follows from them."""
-        return {"breakdown": dict(self._seconds), "report": describe(self._seconds)}
-
 
 def _sum_episodes(unrolls: Sequence[Unroll]) -> EpisodeMetrics:
     return EpisodeMetrics(*np.sum([unroll.episodes for unroll in unrolls], axis=0))
+
+
+def report(rows: Sequence[Row], steps_per_update: int) -> dict[str, Any]:
+    """What the time of a run went to, all its starts together, and what follows from that.
+
+    Args:
+      rows: all of the run's; their seconds are means an update.
+      steps_per_update: of environments.
+    """
+    seconds: dict[str, float] = {}
+    before = 0
+    for row in rows:
+        updates, before = (row["step"] - before) / steps_per_update, row["step"]
+        for name, x in row.items():
+            if name.startswith(("time/actor_", "time/learner_")):
+                name = name.removeprefix("time/")
+                seconds[name] = seconds.get(name, 0.0) + x * updates
+    return {"breakdown": seconds, "report": describe(seconds)}
 
 
 def describe(seconds: dict[str, float]) -> str:

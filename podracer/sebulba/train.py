@@ -20,7 +20,7 @@ from podracer.rollout import HostUnroll
 from podracer.sebulba import actor as actor_lib
 from podracer.sebulba import memory, program
 from podracer.sebulba.actor import Actor, Schedule
-from podracer.sebulba.learner import Learner
+from podracer.sebulba.learner import Learner, report
 from podracer.sebulba.pipeline import Channel, Publisher, Supervisor, Worker
 from podracer.sebulba.program import ActorShapes, Step
 from podracer.session import Options, Session
@@ -268,7 +268,7 @@ def train(config: Any, workdir: epath.PathLike | None = None, **options: Any) ->
             run = prepare(parsed)
             session = Session("sebulba", parsed, run.sizes, given, joined)
         with session:
-            session.begin(sum(run.split, ()), layout(run))
+            session.begin(tuple(dict.fromkeys(sum(run.split, ()))), layout(run))
             return start(run, session, clock)
 
 
@@ -370,7 +370,7 @@ def start(run: Run, session: Session, clock: metrics.Clock) -> loop.Result:
             session=session,
             clock=clock,
             mesh=run.mesh,
-            report=learner.report,
+            report=lambda rows: report(rows, run.sizes.steps_per_update),
         )
 
 

@@ -1,9 +1,9 @@
-"""Cleanba's PPO, with its network, sizes and Atari protocol: a config for ``podracer.sebulba``.
+"""A config with the PPO settings, network and Atari protocol of Cleanba.
 
     python -m podracer.sebulba --config=benchmarks/cleanba.py
 
-It is there to be timed beside Cleanba's own (see README.md), on the game and with the number of
-environments and threads that were timed. https://github.com/vwxyzjn/cleanba
+It is for comparing the speed with Cleanba's (see README.md), with the game and the numbers of
+environments and threads of that comparison. https://github.com/vwxyzjn/cleanba
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.network.torso = "resnet"
     config.network.shared = True
     config.sebulba.threads = 1
-    # Timed is the training: whole games of evaluation would take minutes.
+    # Only training is timed: evaluating whole games would take minutes.
     config.evaluation.episodes = 1
     config.evaluation.max_steps = 1
     return config

@@ -1,11 +1,12 @@
-"""What a larger batch costs in learning: returns after the same number of steps, as JSON lines.
+"""Measures how learning depends on the batch size: returns after the same number of steps.
 
     python benchmarks/scaling.py --config=configs/cartpole.py --out=cartpole.jsonl
     python benchmarks/scaling.py --draw cartpole.jsonl --figure=scaling
 
-More chips are more environments: ``num_envs`` differs from run to run, ``unroll_length`` stays, and
-beside it changes what one of the ``ways`` says. A run that has its line already is not run again.
-The second command prints tables and draws a figure of such lines.
+A run on more chips has more environments, so the batch size is changed by ``num_envs``, and other
+settings follow it by one of the scaling rules in ``ways``. Each run appends one JSON line; runs
+that have a line already are skipped. The second command prints tables and draws a figure of such
+lines.
 """
 
 import argparse
@@ -18,16 +19,17 @@ import jax
 import numpy as np
 from common import override, read_config, versions
 
+from podracer import anakin
 from podracer import config as config_lib
-from podracer import plot
-from podracer.anakin import train
-from podracer.curves import INTERVAL, mean_and_interval
+from podracer.monitoring import figures
+from podracer.monitoring.curves import INTERVAL, mean_and_interval
+from podracer.monitoring.formatting import mean_and_error
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BATCHES = [512, 2048, 4096, 8192, 16_384, 32_768, 65_536]
-# The config as it is, which all ways set out from.
+# The unchanged config, to which all scaling rules refer.
 REFERENCE = "reference"
 WAYS = [
     REFERENCE,
@@ -46,10 +48,14 @@ Line = dict[str, Any]
 
 
 def ways(config: Any, batch: int) -> dict[str, dict[str, Any]]:
-    """What changes with a total batch beside ``num_envs``, by name.
+    """The scaling rules for a batch size: the settings that change beside ``num_envs``, by name.
 
-    A rule counts the transitions of a gradient step, and those of the config as it is are its
-    reference. Below the config's own batch the rules alone are left.
+    Learning rate rules compare the transitions per gradient step with those of the unchanged
+    config. For batches smaller than the config's own there are only these rules.
+
+    Args:
+      config: the unchanged config.
+      batch: transitions per update.
     """
     own = config.num_envs * config.unroll_length
     if batch == own:
@@ -68,15 +74,24 @@ def ways(config: Any, batch: int) -> dict[str, dict[str, Any]]:
 
 
 def run(config: Any, batch: int, way: str) -> dict[str, Any]:
-    """Trains, and returns what came of it, ``METRICS`` as lists over seeds."""
+    """Trains with a batch size and a scaling rule.
+
+    Args:
+      config: the unchanged config.
+      batch: transitions per update.
+      way: name of the scaling rule.
+
+    Returns:
+      Results as values that JSON can represent, with ``METRICS`` as lists over seeds.
+    """
     changes = ways(config, batch)[way]
     config = config.copy_and_resolve_references()
     config.num_envs = batch // config.unroll_length
-    # A row is as many steps whatever the batch, so that means over rows are of the same kind.
+    # Rows cover the same number of steps for all batch sizes, so that their means are comparable.
     config.updates_per_call = max(1, max(BATCHES) // batch)
     config.update(changes)
     parsed = config_lib.parse(config)
-    result = train(parsed, quiet=True)
+    result = anakin.train(parsed, quiet=True)
     names = [f"seed_{seed}/" if parsed.num_seeds > 1 else "" for seed in parsed.seeds]
 
     def values(name: str, metric: str) -> list[float]:
@@ -86,8 +101,8 @@ def run(config: Any, batch: int, way: str) -> dict[str, Any]:
         "changes": changes,
         "steps": result.summary["env_steps"],
         "updates": result.summary["env_steps"] // batch,
-        "train": [float(np.mean(values(name, plot.RETURN))) for name in names],
-        "eval": [values(name, plot.EVALUATION)[-1] for name in names],
+        "train": [float(np.mean(values(name, figures.RETURN))) for name in names],
+        "eval": [values(name, figures.EVALUATION)[-1] for name in names],
         "steps_per_second": round(result.summary["steps_per_second"]),
         "seconds": round(result.summary["wall_seconds"], 1),
         "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
@@ -96,19 +111,21 @@ def run(config: Any, batch: int, way: str) -> dict[str, Any]:
 
 
 def read(path: pathlib.Path) -> list[Line]:
-    """The lines of a file; none if there is no file yet."""
+    """The lines of a file; none if it doesn't exist."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Runs what has no line yet, and appends its line."""
+    """Runs everything that has no line yet, and appends the lines; see ``main`` for arguments."""
     config = read_config(args.config)
     override(config, args, "agent", "total_steps", "seed", "num_seeds", "cpu_devices")
     override(config.network, args, "torso")
     out = pathlib.Path(args.out)
     for batch in args.batches:
         if batch % config.unroll_length:
-            raise SystemExit(f"--batches: {batch} is no multiple of {config.unroll_length} steps")
+            raise SystemExit(
+                f"--batches: {batch} is not a multiple of unroll_length={config.unroll_length}"
+            )
         for way in ways(config, batch):
             case = {
                 "env": config.env,
@@ -128,35 +145,32 @@ def measure(args: argparse.Namespace) -> None:
             print(line, flush=True)
 
 
-# Mean and half its interval's width, which is NaN of a single seed; by way and batch.
-Cells = dict[str, dict[int, tuple[float, float]]]
+# The mean over seeds and half its interval's width (None for a single seed), by way and batch.
+Cells = dict[str, dict[int, tuple[float, float | None]]]
 
 
 def collect(lines: Sequence[Line], metric: str) -> Cells:
-    """Means over the seeds of all lines; the reference is in every way."""
+    """Means over the seeds of all lines; the reference's are added to each scaling rule."""
     values: dict[str, dict[int, list[float]]] = {}
     for line in lines:
         values.setdefault(line["way"], {}).setdefault(line["batch"], []).extend(line[metric])
-    # Alone, the reference is a way of its own.
+    # Without any other rule, the reference is shown by itself.
     reference = values.pop(REFERENCE, {}) if len(values) > 1 else {}
     cells: Cells = {}
     for way, found in sorted(values.items(), key=lambda item: WAYS.index(item[0])):
         cells[way] = {}
         for batch, returns in sorted((found | reference).items()):
             mean, half = mean_and_interval(np.array(returns))
-            cells[way][batch] = float(mean), np.nan if half is None else float(half)
+            cells[way][batch] = float(mean), None if half is None else float(half)
     return cells
 
 
 def tabulate(cells: Cells) -> str:
-    """Markdown: a row for each batch, a column for each way."""
+    """A Markdown table with a row for each batch size and a column for each scaling rule."""
     batches = sorted({batch for column in cells.values() for batch in column})
 
     def cell(way: str, batch: int) -> str:
-        if batch not in cells[way]:
-            return ""
-        mean, half = cells[way][batch]
-        return f"{mean:,.1f}" + ("" if np.isnan(half) else f" ± {half:,.1f}")
+        return mean_and_error(*cells[way][batch]) if batch in cells[way] else ""
 
     rows = [["batch", *cells], ["---"] * (len(cells) + 1)]
     rows += [[f"{batch:,}", *(cell(way, batch) for way in cells)] for batch in batches]
@@ -164,7 +178,7 @@ def tabulate(cells: Cells) -> str:
 
 
 def draw(lines: Sequence[Line]) -> "Figure":
-    """A row of panels for each environment, a panel for each metric, a curve for each way."""
+    """A figure with a row for each environment, a panel for each metric, a curve for each rule."""
     from matplotlib.figure import Figure
 
     environments = list(dict.fromkeys(line["env"] for line in lines))
@@ -173,17 +187,18 @@ def draw(lines: Sequence[Line]) -> "Figure":
     for row, env in zip(panels, environments, strict=True):
         for axes, (metric, title) in zip(row, METRICS.items(), strict=True):
             cells = collect([line for line in lines if line["env"] == env], metric)
-            for number, (way, column) in enumerate(cells.items()):
-                mean, half = zip(*column.values(), strict=True)
-                style = {"color": plot.COLORS[number], "label": way, "linewidth": 1.2}
-                axes.errorbar(list(column), mean, half, marker="o", ms=3, capsize=2, **style)
+            for i, (way, column) in enumerate(cells.items()):
+                mean = [mean for mean, _ in column.values()]
+                error = [np.nan if half is None else half for _, half in column.values()]
+                style = {"color": figures.COLORS[i], "label": way, "linewidth": 1.2}
+                axes.errorbar(list(column), mean, error, marker="o", ms=3, capsize=2, **style)
             axes.set_xscale("log", base=2)
             axes.set_title(f"{env}: {title}", fontsize="small")
             axes.spines[["top", "right"]].set_visible(False)
             axes.grid(color="0.9", linewidth=0.6)
     ticks = sorted({line["batch"] for line in lines})
     for axes in panels[-1]:
-        axes.set_xlabel("transitions of an update")
+        axes.set_xlabel("transitions per update")
         axes.set_xticks(ticks, [f"{batch:,}" for batch in ticks], rotation=30, fontsize="small")
     figure.legend(
         *panels[0][0].get_legend_handles_labels(),
@@ -197,21 +212,28 @@ def draw(lines: Sequence[Line]) -> "Figure":
     return figure
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", help="a config file; its own batch is the reference")
-    parser.add_argument("--out", default="scaling.jsonl", help="lines are appended to it")
-    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
-    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
-    parser.add_argument("--agent")
-    parser.add_argument("--torso", help="of the network")
-    parser.add_argument("--total_steps", type=int)
-    parser.add_argument("--seed", type=int, help="the first")
-    parser.add_argument("--num_seeds", type=int, default=5)
-    parser.add_argument("--cpu_devices", type=int, default=1)
-    parser.add_argument("--draw", nargs="+", metavar="FILE", help="of lines; nothing is run")
-    parser.add_argument("--figure", help="writes FIGURE.png and FIGURE.svg")
-    args = parser.parse_args()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the benchmark; ``argv`` excludes the program's name."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", help="config file, whose own batch size is the reference")
+    parser.add_argument("--out", default="scaling.jsonl", help="file to append JSON lines to")
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=BATCHES, help="batch sizes in transitions"
+    )
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS, help="scaling rules")
+    parser.add_argument("--agent", help="name of the agent")
+    parser.add_argument("--torso", help="torso of the network")
+    parser.add_argument("--total_steps", type=int, help="environment steps per run")
+    parser.add_argument("--seed", type=int, help="first seed")
+    parser.add_argument("--num_seeds", type=int, default=5, help="number of seeds; default: 5")
+    parser.add_argument("--cpu_devices", type=int, default=1, help="number of CPU devices")
+    parser.add_argument(
+        "--draw", nargs="+", metavar="FILE", help="only print and draw the lines of these files"
+    )
+    parser.add_argument("--figure", help="with --draw: write FIGURE.png and FIGURE.svg")
+    args = parser.parse_args(argv)
     if not args.draw:
         measure(args)
         return
@@ -221,7 +243,7 @@ def main() -> None:
             cells = collect([line for line in lines if line["env"] == env], metric)
             print(f"{env}: {title}\n\n{tabulate(cells)}\n")
     if args.figure:
-        print(f"written: {' and '.join(plot.save(draw(lines), args.figure))}")
+        print(f"written: {' and '.join(figures.save(draw(lines), args.figure))}")
 
 
 if __name__ == "__main__":

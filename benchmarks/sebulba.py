@@ -1,12 +1,14 @@
-"""Steps a second of Sebulba, learning included, and of its pools alone, as one JSON line.
+"""Measures the speed of Sebulba: training, and its environment pools alone.
 
     python benchmarks/sebulba.py --env=envpool:Pong-v5 --num_envs=256 --unroll_length=16
 
-Without ``--config`` this is V-trace on Pong, one pass over each batch, with a network so small that
-environments are what takes the time: a hidden layer of 32 units, on every fourth pixel of images.
-The ceiling is that of the same pools in as many threads, under random actions. Learning and ceiling
-take turns, so that a noisy machine is as noisy to both; their CPU seconds are compared as well, to
-which other programs on it do less.
+Prints one JSON line with steps per second. Without ``--config`` this is V-trace on Pong with one
+epoch, and with a network so small that environments take most of the time: one hidden layer of 32
+units, on every fourth pixel of images.
+
+The ceiling is the speed of the same pools in the same number of threads under random actions.
+Training and ceiling are measured in turn, so that other load on the machine affects both alike.
+CPU seconds are compared as well, because they depend less on other load.
 """
 
 import argparse
@@ -16,7 +18,8 @@ import resource
 import statistics
 import threading
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import envpool
@@ -25,22 +28,22 @@ import numpy as np
 from common import override, read_config, versions
 
 from podracer import config as config_lib
-from podracer.sebulba.pipeline import Supervisor
-from podracer.sebulba.train import Run, compile_run, launch, make_actors, prepare
+from podracer.sebulba.setup import SebulbaSetup, make_actors, prepare
+from podracer.sebulba.trainer import compile_programs, make_supervisor, start_threads
 from podracer.types import Discrete, Pool, Spec
 
 
-def small(config: Any) -> None:
-    """Sets what is small about the default."""
+def make_small(config: Any) -> None:
+    """Changes a config to the benchmark's default: a small network on Pong."""
     config.env, config.agent = "envpool:Pong-v5", "vtrace"
     config.num_epochs = config.num_minibatches = 1
     config.network.hidden, config.network.shared = (32,), True
-    # Python's share of a step is that of a call, which two pools of 128 environments share.
+    # Two pools of 128 environments: larger batches mean fewer Python calls per step.
     config.num_envs, config.unroll_length = 256, 16
 
 
 def random_actions(spec: Spec, batch: int, rng: np.random.Generator) -> np.ndarray:
-    """Random actions of a batch, in the environment's units."""
+    """Random actions ``[batch, ...]``, in the environment's units."""
     action = spec.action
     if isinstance(action, Discrete):
         return rng.integers(0, action.num_actions, batch, np.int32)
@@ -48,16 +51,25 @@ def random_actions(spec: Spec, batch: int, rng: np.random.Generator) -> np.ndarr
     return rng.uniform(low, high, (batch, *action.shape)).astype(np.float32)
 
 
-def ceiling(run: Run, pools: list[Pool], seconds: float) -> tuple[float, float]:
-    """Steps a second of pools alone, each in its thread, and CPU seconds of a thousand steps."""
-    batch = run.sizes.num_envs // len(pools)
+def ceiling(setup: SebulbaSetup, pools: list[Pool], seconds: float) -> tuple[float, float]:
+    """Steps all pools under random actions, each in a thread of its own.
+
+    Args:
+      setup: of the run that the pools belong to.
+      pools: environment pools that have been reset.
+      seconds: how long to step them.
+
+    Returns:
+      Steps per second, and CPU seconds per thousand steps.
+    """
+    batch = setup.sizes.num_envs // len(pools)
     counts = [0] * len(pools)
     start, used = time.perf_counter(), time.process_time()
 
     def step(k: int) -> None:
         rng = np.random.default_rng(k)
         while time.perf_counter() - start < seconds:
-            pools[k].step(random_actions(run.env.spec, batch, rng))
+            pools[k].step(random_actions(setup.env.spec, batch, rng))
             counts[k] += batch
 
     threads = [threading.Thread(target=step, args=(k,)) for k in range(len(pools))]
@@ -70,18 +82,15 @@ def ceiling(run: Run, pools: list[Pool], seconds: float) -> tuple[float, float]:
     return steps / (time.perf_counter() - start), 1e3 * used / steps
 
 
-def settle(supervisor: Supervisor) -> None:
-    """Waits until actors have done all that they may do ahead of the learner."""
-    quiet = 0
-    while quiet < 3:
-        time.sleep(0.1)
-        supervisor.check()
-        quiet = quiet + 1 if supervisor.idle() else 0
-
-
 class Measured(NamedTuple):
-    """Steps a second and CPU seconds of a thousand steps, by round, of learning and of pools alone;
-    seconds by what the last round's learning went to, and of compilation."""
+    """Results of all rounds.
+
+    Attributes:
+      learn: steps per second and CPU seconds per thousand steps of training, by round.
+      alone: the same of the pools alone, by round.
+      breakdown: seconds of the last round of training, by activity.
+      compile_seconds: time to compile.
+    """
 
     learn: list[tuple[float, float]]
     alone: list[tuple[float, float]]
@@ -89,87 +98,100 @@ class Measured(NamedTuple):
     compile_seconds: float
 
 
-def measure(run: Run, seconds: float, rounds: int) -> Measured:
-    """Learning and the pools alone, in turn."""
+def measure(setup: SebulbaSetup, seconds: float, rounds: int) -> Measured:
+    """Measures training and the pools alone in turn, each for ``seconds`` in every round."""
     start = time.perf_counter()
-    compiled = compile_run(run)
+    compiled = compile_programs(setup)
     compile_seconds = time.perf_counter() - start
-    pools = [actor.make_pool(0) for actor in make_actors(run)]
+    pools = [actor.make_pool(0) for actor in make_actors(setup)]
     for pool in pools:
         pool.reset()
-    learn, alone, breakdown = [], [], collections.Counter()
+    learn, alone, host_seconds = [], [], collections.Counter()
     state = compiled.state
-    with Supervisor(run.config.sebulba.timeout_s) as supervisor:
-        learner = launch(run, compiled, supervisor)
+    with make_supervisor(setup.config.sebulba, warnings.warn) as supervisor:
+        learner = start_threads(setup, compiled, state, supervisor)
 
         def update(count: int) -> float:
             nonlocal state
             begin = time.perf_counter()
             for _ in range(count):
                 state, metrics = learner.step(state)
-                breakdown.update(dict(metrics.host))
+                host_seconds.update(dict(metrics.host))
             return time.perf_counter() - begin
 
         update(2)
         once = update(3) / 3
         count = max(3, round(seconds / once))
         for _ in range(rounds):
-            settle(supervisor)
-            alone.append(ceiling(run, pools, seconds))
-            # What they had done ahead is not counted.
+            # Actors are at most two unrolls ahead of the learner, and then wait for it.
+            time.sleep(3 * once)
+            alone.append(ceiling(setup, pools, seconds))
+            # Not counted: these updates use unrolls from before the measurement.
             update(2)
-            breakdown.clear()
-            used, steps = time.process_time(), count * run.sizes.steps_per_update
+            host_seconds.clear()
+            used, steps = time.process_time(), count * setup.sizes.steps_per_update
             rate = steps / update(count)
             learn.append((rate, 1e3 * (time.process_time() - used) / steps))
     for pool in pools:
         pool.close()
-    # Actors' pause is the time in which the ceiling was measured.
-    seconds_by_what = {
+    # Actors paused while the ceiling was measured.
+    breakdown = {
         k.removeprefix("time/"): v
-        for k, v in breakdown.items()
+        for k, v in host_seconds.items()
         if k.startswith(("time/actor_", "time/learner_")) and k != "time/actor_pause"
     }
-    return Measured(learn, alone, seconds_by_what, compile_seconds)
+    return Measured(learn, alone, breakdown, compile_seconds)
 
 
-def frames(run: Run) -> int:
-    """Frames of the emulator to a step."""
-    suite, _, name = run.config.env.partition(":")
+def frames(setup: SebulbaSetup) -> int:
+    """The number of emulator frames per step."""
+    suite, _, name = setup.config.env.partition(":")
     if suite != "envpool":
         return 1
-    return getattr(envpool.make_spec(name, **run.config.env_kwargs).config, "frame_skip", 1)
+    return getattr(envpool.make_spec(name, **setup.config.env_kwargs).config, "frame_skip", 1)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", help="a config file; sizes below replace those in it")
-    parser.add_argument("--env")
-    for name in ("num_envs", "unroll_length", "cpu_devices"):
-        parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--agent")
-    parser.add_argument("--threads", type=int, help="actor threads to an actor device")
-    parser.add_argument("--pool_threads", type=int)
-    parser.add_argument("--newest_frame", action=argparse.BooleanOptionalAction)
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each timed round")
-    parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", help="config file; the arguments below replace its settings")
+    parser.add_argument("--env", help="environment id")
+    parser.add_argument("--agent", help="name of the agent")
+    parser.add_argument("--num_envs", type=int, help="number of environments")
+    parser.add_argument("--unroll_length", type=int, help="steps per unroll")
+    parser.add_argument("--cpu_devices", type=int, help="number of CPU devices")
+    parser.add_argument("--threads", type=int, help="actor threads per actor device")
+    parser.add_argument("--pool_threads", type=int, help="envpool's threads per pool")
+    parser.add_argument(
+        "--newest_frame",
+        action=argparse.BooleanOptionalAction,
+        help="send only the newest frame to devices, and stack frames there",
+    )
+    parser.add_argument("--seconds", type=float, default=4.0, help="time of a round; default: 4")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds; default: 5")
+    args = parser.parse_args(argv)
     if args.rounds < 5:
         parser.error("--rounds must be at least 5, for a median")
+    return args
 
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the benchmark; ``argv`` excludes the program's name."""
+    args = parse_arguments(argv)
     config = read_config(args.config)
     if not args.config:
-        small(config)
+        make_small(config)
     override(config, args, "env", "num_envs", "unroll_length", "cpu_devices", "agent")
     override(config.sebulba, args, "threads", "pool_threads", "newest_frame")
-    # More updates than are ever timed: actors must not run out of work.
+    # More updates than are ever timed, so that actors don't finish.
     config.total_steps, config.updates_per_call, config.anneal = 10**12, 1, False
-    run = prepare(config_lib.parse(config))
-    if not args.config and len(run.env.spec.observation.shape) == 3:
+    setup = prepare(config_lib.parse(config))
+    if not args.config and len(setup.env.spec.observation.shape) == 3:
         config.network.torso = "pixels"
-        run = prepare(config_lib.parse(config))
+        setup = prepare(config_lib.parse(config))
 
-    measured = measure(run, args.seconds, args.rounds)
+    measured = measure(setup, args.seconds, args.rounds)
     (learn, used), (alone, used_alone) = (
         zip(*rounds, strict=True) for rounds in (measured.learn, measured.alone)
     )
@@ -177,14 +199,14 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "env": run.config.env,
-                "agent": run.config.agent,
-                "num_envs": run.config.num_envs,
-                "unroll_length": run.config.unroll_length,
-                "newest_frame": run.config.sebulba.newest_frame,
+                "env": setup.config.env,
+                "agent": setup.config.agent,
+                "num_envs": setup.config.num_envs,
+                "unroll_length": setup.config.unroll_length,
+                "newest_frame": setup.config.sebulba.newest_frame,
                 "steps_per_second": round(rate),
                 "steps_per_second_all": [round(x) for x in learn],
-                "frames_per_second": round(rate * frames(run)),
+                "frames_per_second": round(rate * frames(setup)),
                 "ceiling_steps_per_second": round(top),
                 "ceiling_steps_per_second_all": [round(x) for x in alone],
                 "ceiling_ratio": round(
@@ -198,8 +220,8 @@ def main() -> None:
                 "breakdown": {name: round(x, 2) for name, x in measured.breakdown.items()},
                 "compile_seconds": round(measured.compile_seconds, 2),
                 "peak_process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-                "actors": f"{len(run.split.actors)} x {run.config.sebulba.threads} threads",
-                "learners": len(run.split.learners),
+                "actors": f"{len(setup.split.actors)} x {setup.config.sebulba.threads} threads",
+                "learners": len(setup.split.learners),
                 "device": jax.devices()[0].device_kind,
                 "versions": versions("podracer", "jax", "envpool"),
             }

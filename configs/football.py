@@ -1,9 +1,12 @@
-"""Google Research Football by envpool, an academy scenario on "super mini map" images, by V-trace.
+"""Google Research Football from envpool, an academy scenario, by V-trace with a small CNN.
 
     python -m podracer.sebulba --config=configs/football.py
 
-Hardware: 2 CPU cores, 23 minutes beside other programs. Expected: with seed 0 0.2 goals a game at
-first, 0.94 after 200 K steps and 0.97 at the end, in training and in the final evaluation.
+Observations are the "super mini map" images.
+
+Result: with seed 0, 0.2 goals per game at first, 0.94 after 200 K steps, and 0.97 at the end, both
+in training and in the final evaluation. Hardware: 2 cores of an AMD EPYC, 23 minutes while other
+programs ran.
 """
 
 import ml_collections

@@ -1,8 +1,9 @@
-"""HalfCheetah-v4 of MuJoCo by envpool, stepped on the host: continuous actions, by PPO.
+"""MuJoCo's HalfCheetah-v4 from envpool, with continuous actions, by PPO.
 
     python -m podracer.sebulba --config=configs/halfcheetah.py
 
-Hardware: 2 CPU cores, 57 seconds. Expected: 7,223 with seed 0 (random actions: about -280).
+Result: a final evaluation of 7,223 with seed 0 (random actions: about -280). Hardware: 2 cores of
+an AMD EPYC, 57 seconds.
 """
 
 import ml_collections

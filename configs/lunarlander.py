@@ -1,10 +1,10 @@
-"""LunarLander-v3 of envpool, stepped on the host, by PPO or V-trace.
+"""LunarLander-v3 from envpool, by PPO or V-trace.
 
     python -m podracer.sebulba --config=configs/lunarlander.py
     python -m podracer.sebulba --config=configs/lunarlander.py --config.agent=vtrace
 
-Hardware: 2 CPU cores, 70 to 80 seconds. Expected: an evaluation above 200, which is "solved"; PPO
-reached 260 with seed 0, V-trace 238, 221 and 236 with seeds 0, 1 and 2.
+Result: a final evaluation above 200, at which the task counts as solved: 260 with PPO (seed 0);
+238, 221 and 236 with V-trace (seeds 0, 1 and 2). Hardware: 2 cores of an AMD EPYC, 68 and 80 s.
 """
 
 import ml_collections

@@ -1,9 +1,9 @@
-"""bsuite's MemoryChain: what was shown in the first step is asked for in the last. Needs memory.
+"""bsuite's MemoryChain, by PPO with a GRU: the last step asks for what the first step showed.
 
     python -m podracer.anakin --config=configs/memory_chain.py
 
-Hardware: 2 CPU cores, under 30 seconds in all. Expected: a final evaluation of 1.0, the maximum;
-with ``--config.network.core=none`` it stays near 0, which is guessing.
+Result: a final evaluation of 1.0, the maximum. With ``--config.network.core=none`` it stays near 0,
+which is the return of guessing. Hardware: 2 CPU cores, under 30 seconds in all.
 """
 
 import ml_collections

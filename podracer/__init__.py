@@ -1,22 +1,82 @@
 """podracer: reinforcement learning on TPU pods, GPUs and laptops.
 
-``podracer.anakin.train(config, workdir)`` and ``podracer.sebulba.train(config, workdir)`` train
-from Python; ``podracer.config.default_config()`` gives a configuration to start from, and
-``podracer.evaluate.evaluate(workdir)`` judges what was learned.
+``podracer.train("gymnax:CartPole-v1", total_steps=500_000)`` trains in one line. With a
+configuration of your own, ``podracer.anakin.train(config, workdir)`` trains in environments written
+in JAX and ``podracer.sebulba.train(config, workdir)`` in host (CPU) environments;
+``podracer.config.default_config()`` returns a configuration to start from, and
+``podracer.evaluate.evaluate(workdir)`` evaluates a saved run.
 """
 
+# Importing JAX takes a second, so everything that needs it is imported where it is first used.
 import importlib
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from etils import epath
+
     from podracer import anakin, config, evaluate, sebulba
+    from podracer.training.loop import Result
 
-__all__ = ["anakin", "config", "evaluate", "sebulba"]
+__all__ = ["anakin", "config", "evaluate", "sebulba", "train"]
+# The only place of the version: pyproject.toml reads it here.
+__version__ = "0.1.0"
+_MODULES = ("anakin", "config", "evaluate", "sebulba")
 
 
-def __getattr__(name: str) -> ModuleType:
-    """Loads what is named in ``__all__`` when it is first used: JAX takes a second."""
-    if name in __all__:
+def __getattr__(name: str) -> Any:
+    """Imports a public module when it is first used."""
+    if name in _MODULES:
         return importlib.import_module(f"podracer.{name}")
     raise AttributeError(f"module 'podracer' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_MODULES]
+
+
+def train(
+    env: str,
+    *,
+    agent: str = "ppo",
+    workdir: "epath.PathLike | None" = None,
+    quiet: bool = False,
+    **settings: Any,
+) -> "Result":
+    """Trains an agent in an environment.
+
+    Environments written in JAX are trained in by Anakin, host (CPU) environments by Sebulba::
+
+        result = podracer.train("gymnax:CartPole-v1", total_steps=500_000, ppo={"clip": 0.1})
+        action = result.policy(observation)
+
+    Args:
+      env: the environment, as "suite:name", or as "module:Class" for one of your own.
+      agent: the algorithm, "ppo" or "vtrace".
+      workdir: folder of the run, or gs://BUCKET/FOLDER; a run that it holds is resumed. None saves
+        nothing.
+      quiet: print nothing.
+      **settings: any other setting of ``config.Config``, with sections as dictionaries, and any
+        other option of ``training.options.Options``. Settings left out keep their defaults.
+
+    Returns:
+      The trained weights, all rows of metrics, the summary and the trained policy.
+
+    Raises:
+      ConfigError: an impossible setting, or an unknown one, before anything compiles.
+      Exception: as ``anakin.train`` and ``sebulba.train`` do.
+    """
+    import dataclasses
+
+    from podracer import anakin, envs, sebulba
+    from podracer.config import Config, parse
+    from podracer.errors import unknown
+    from podracer.training.options import Options
+
+    names, options = ({f.name for f in dataclasses.fields(cls)} for cls in (Config, Options))
+    for name in settings:
+        if name not in names | options:
+            raise unknown("setting", name, names | options)
+    given = {name: settings.pop(name) for name in options & settings.keys()}
+    parsed = parse({"env": env, "agent": agent, **settings})
+    trainer = anakin if envs.architecture(env) == "anakin" else sebulba
+    return trainer.train(parsed, workdir, quiet=quiet, **given)

@@ -1,8 +1,8 @@
-"""The vocabulary that every part of podracer speaks.
+"""The types that all parts of podracer share.
 
-Arrays are time-major, ``[T, B, ...]``: ``T`` steps of ``B`` environments. What goes through ``jit``
-as state is a frozen ``PyTreeNode``; a set of functions that belong together is a ``NamedTuple``,
-as in optax.
+Arrays are time-major, ``[T, B, ...]``: ``T`` steps of ``B`` environments. State that goes through
+``jit`` is a frozen ``PyTreeNode``; functions that belong together are a ``NamedTuple``, as in
+optax.
 """
 
 from __future__ import annotations
@@ -16,24 +16,26 @@ from flax import struct
 
 Array = jax.Array
 ArrayTree = Any
-# A record's field: an array on a device, a numpy array on the host, or the shape of one.
+# The type of a record's field: an array on a device, a numpy array, or the shape of an array.
 Leaf = Any
 Device = Any
 Params = Any
 Carry = Any
+# A row of metrics, by name.
+Row = dict[str, int | float]
 # The mean of a tree of arrays over all devices; the identity on one.
 Mean = Callable[[ArrayTree], ArrayTree]
 
 
 class TimeStep(struct.PyTreeNode):
-    """What an environment says on *arriving* at time t.
+    """What an environment returns on *arriving* at time t.
 
     Attributes:
       observation: ``[..., *shape]``.
-      reward: ``[...]`` float32, for the transition t-1 -> t; 0 where the episode has just begun.
-      discount: ``[...]`` float32, 0 if the transition t-1 -> t terminated the episode and 1 if it
-        goes on or was only truncated. The agent's own discount is not in it.
-      first: ``[...]`` bool, this observation opens an episode.
+      reward: ``[...]`` float32, of the transition t-1 -> t; 0 where the episode has just begun.
+      discount: ``[...]`` float32, 0 if the transition t-1 -> t terminated the episode, else 1, also
+        where the episode was truncated. The agent's discount factor is not included.
+      first: ``[...]`` bool, whether this observation opens an episode.
     """
 
     observation: ArrayTree
@@ -46,10 +48,10 @@ class Trajectory(struct.PyTreeNode):
     """T transitions of B environments, as the learner receives them.
 
     Attributes:
-      timestep: ``[T+1, B, ...]``; the last one is there to bootstrap from.
+      timestep: ``[T+1, B, ...]``; the last one serves to bootstrap.
       action: ``[T, B, ...]``.
-      extras: ``[T, B, ...]``, what the agent wants remembered (behaviour log-probabilities, ...).
-      carry: ``[B, ...]``, the agent's memory on entering t = 0.
+      extras: ``[T, B, ...]``, further outputs of ``Agent.act`` (behaviour log-probabilities, ...).
+      carry: ``[B, ...]``, the agent's carry before t = 0.
     """
 
     timestep: TimeStep
@@ -59,11 +61,11 @@ class Trajectory(struct.PyTreeNode):
 
 
 class Weights(struct.PyTreeNode):
-    """All an actor needs in order to act, and all that is ever published to one.
+    """Everything that an actor needs to act, and that is published to actors.
 
     Attributes:
       params: the network's parameters.
-      stats: running statistics (observation and reward normalisation); the same on all devices.
+      stats: running statistics (observation and reward normalisation), the same on all devices.
     """
 
     params: Params
@@ -71,14 +73,14 @@ class Weights(struct.PyTreeNode):
 
 
 class TrainState(struct.PyTreeNode):
-    """All the learner owns.
+    """The learner's state.
 
     Attributes:
-      weights: what acts.
-      target: an older or averaged copy of the parameters, ``()`` for agents that use none.
+      weights: the current weights.
+      target: an older or averaged copy of the parameters, ``()`` for agents without one.
       opt_state: the optimizer's state.
       step: ``[]`` int32, the number of *updates* done. Environment steps are counted on the host,
-        as Python integers: a pod takes 2^31 of them within minutes, but 2^31 updates never.
+        as Python integers: a pod takes 2^31 of them within minutes, but never 2^31 updates.
     """
 
     weights: Weights
@@ -88,13 +90,13 @@ class TrainState(struct.PyTreeNode):
 
 
 class Discrete(NamedTuple):
-    """``num_actions`` choices, given to the environment as an int32 scalar."""
+    """``num_actions`` actions, each an int32 scalar."""
 
     num_actions: int
 
 
 class Box(NamedTuple):
-    """A vector of ``shape`` with inclusive bounds of that shape; infinite where there is none."""
+    """Actions of ``shape`` with inclusive bounds of that shape, infinite where unbounded."""
 
     shape: tuple[int, ...]
     low: np.ndarray
@@ -102,7 +104,7 @@ class Box(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """What an agent has to know of an environment.
+    """What an agent needs to know about an environment.
 
     Attributes:
       observation: shape and dtype of one observation.
@@ -119,36 +121,41 @@ class Environment(NamedTuple):
     Attributes:
       spec: observation and action spaces.
       reset: ``(key) -> (state, timestep)``.
-      step: ``(key, state, action) -> (state, timestep)``; begins a new episode by itself. How it
-        does so (in the same step or in the next) is its own affair: see ``returns.py``.
-      render: ``(state) -> [H, W, 3]`` uint8, a picture drawn on the host; None where there is none.
+      step: ``(key, state, action) -> (state, timestep)``; resets itself at the end of an episode,
+        in the same step or in the next one (see ``agents/returns.py``).
+      render: ``(state) -> [H, W, 3]`` uint8, an image drawn on the host; None if the environment
+        can't be drawn.
+      observe: ``(observation) -> observation``, turns an observation of the suite's own environment
+        into one as agents see it.
     """
 
     spec: Spec
     reset: Callable[[Array], tuple[ArrayTree, TimeStep]]
     step: Callable[[Array, ArrayTree, Array], tuple[ArrayTree, TimeStep]]
     render: Callable[[ArrayTree], np.ndarray] | None = None
+    observe: Callable[[ArrayTree], Array] = lambda observation: observation
 
 
 class HostStep(NamedTuple):
-    """What a pool of environments on the host says on arriving; numpy arrays, ``[B, ...]`` each.
+    """What a pool of host environments returns on *arriving*; numpy arrays, ``[B, ...]`` each.
 
     Attributes:
-      timestep: its observation is as *sent*, see ``HostEnvironment.receive``. The arrays are new
-        ones at every step and never written again, so that a device may take them without a copy.
-      score: float32, the reward before any clipping: what returns are reported in.
-      over: bool, a whole game ends here, and its score with it. Not so where an agent is told
-        that an episode ended and the game goes on, as with lost lives.
+      timestep: its observation is encoded for the transfer to the device, see ``HostEnvironment``.
+        Every step returns new arrays and never writes to them again, so that a device may use them
+        without a copy.
+      raw_reward: float32, the reward before any clipping: what returns are reported in.
+      game_over: bool, a whole game ends here, and its return with it. A lost life that is shown to
+        the agent as the end of an episode does not end the game.
     """
 
     timestep: TimeStep
-    score: np.ndarray
-    over: np.ndarray
+    raw_reward: np.ndarray
+    game_over: np.ndarray
 
 
 class Pool(Protocol):
-    """B environments on the host, stepped at once. Begins new episodes in the *next* step: the one
-    after an end ignores its action and arrives at the first observation."""
+    """B host environments that are stepped together, with next-step autoreset: the step after an
+    episode's end ignores its action and arrives at the first observation of the next episode."""
 
     def reset(self) -> HostStep:
         """Begins an episode in every environment."""
@@ -159,46 +166,50 @@ class Pool(Protocol):
         ...
 
     def close(self) -> None:
-        """Lets go of processes, threads and memory."""
+        """Releases processes, threads and memory."""
         ...
 
 
-class DrawnPool(Pool, Protocol):
-    """A pool that can be looked at."""
+class RenderablePool(Pool, Protocol):
+    """A pool that can draw its first environment."""
 
     def render(self) -> np.ndarray:
-        """A picture ``[H, W, 3]`` uint8 of its first environment."""
+        """An image ``[H, W, 3]`` uint8 of the first environment."""
         ...
 
 
 class HostEnvironment(NamedTuple):
-    """Environments on the host, in pools of any number.
+    """A kind of environment that is stepped on the host, in pools of any size.
 
     Attributes:
       spec: observation and action spaces, as agents see them.
-      make: ``(seeds, threads) -> Pool`` of as many environments as there are seeds, whose work is
-        spread over so many threads, where the pool has any.
-      sent: shape and dtype of one observation as it travels from host to device.
-      receive: ``(sent [B, ...], previous observation [B, ...]) -> observation [B, ...]``, on the
-        device.
-      make_drawn: ``(seed) -> DrawnPool`` of one environment; None where there is nothing to see.
+      make_pool: ``(seeds, threads) -> Pool`` with one environment per seed. ``threads`` is the
+        number of threads that step them, for pools that have threads.
+      transfer_spec: shape and dtype of one observation as it is transferred from host to device.
+      decode_observation: ``(transferred [B, ...], previous observation [B, ...]) -> observation
+        [B, ...]``, on the device.
+      make_renderable: ``(seed) -> RenderablePool`` of one environment; None where it can't be
+        drawn.
+      observe: turns one observation as the suite's own environment returns it into one as agents
+        see it. Unlike ``decode_observation`` it needs no previous observation.
     """
 
     spec: Spec
-    make: Callable[[Sequence[int], int], Pool]
-    sent: ArrayTree
-    receive: Callable[[ArrayTree, Array], Array]
-    make_drawn: Callable[[int], DrawnPool] | None = None
+    make_pool: Callable[[Sequence[int], int], Pool]
+    transfer_spec: ArrayTree
+    decode_observation: Callable[[ArrayTree, Array], Array]
+    make_renderable: Callable[[int], RenderablePool] | None = None
+    observe: Callable[[ArrayTree], Array] = lambda observation: observation
 
 
 class LossAux(NamedTuple):
-    """What a loss reports beside its value.
+    """What a loss returns beside its value.
 
     Attributes:
       metrics: scalars by name; averaged over devices and gradient steps.
       priorities: ``[items]``, new replay priorities, or ``()`` for agents without replay.
-      stop: ``[]`` float32; if its mean over devices is positive, this gradient step and the rest of
-        the update's are skipped. ``()`` for losses that never ask for it.
+      stop: ``[]`` float32; if its mean over devices is positive, this gradient step and the
+        remaining ones of the update are skipped. ``()`` for losses that never skip.
     """
 
     metrics: dict[str, Array]
@@ -207,8 +218,8 @@ class LossAux(NamedTuple):
 
 
 class Act(Protocol):
-    """Chooses actions. ``keys`` is ``[B]``, one an environment, so that what an environment lives
-    through does not depend on how environments are spread over devices."""
+    """Chooses actions. ``keys`` is ``[B]``, one per environment, so that the experience of an
+    environment does not depend on how environments are spread over devices."""
 
     def __call__(
         self,
@@ -219,20 +230,20 @@ class Act(Protocol):
         *,
         greedy: bool = False,
     ) -> tuple[Carry, Array, ArrayTree]:
-        """Returns the new memory, actions ``[B, ...]`` and extras ``[B, ...]``."""
+        """Returns the new carry, actions ``[B, ...]`` and extras ``[B, ...]``."""
         ...
 
 
 class Agent(NamedTuple):
-    """An algorithm: a record of pure functions. Loops and learner know nothing else of it.
+    """An algorithm, as a record of pure functions.
 
     Attributes:
       init: ``(key) -> Weights``.
-      carry: ``(env_ids [B]) -> Carry``, memory before the first step. Global environment ids, so
-        that what differs between environments (exploration, say) is right on any device.
+      carry: ``(env_ids [B]) -> Carry``, the carry before the first step. Ids are global, so that
+        what differs between environments (such as exploration) is the same on any device.
       act: see ``Act``.
-      prepare: ``(train_state, trajectory) -> (batch, stats)``, once a rollout. The leading axis of
-        ``batch`` is what the learner shuffles and splits; ``stats`` are the statistics to act with
+      prepare: ``(train_state, trajectory) -> (batch, stats)``, called once per rollout. The learner
+        shuffles and splits the leading axis of ``batch``; ``stats`` are the statistics to act with
         next.
       loss: ``(params, train_state, batch, key) -> (scalar, LossAux)``, to be minimised.
     """

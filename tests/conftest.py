@@ -8,20 +8,20 @@ import tempfile
 
 import jax
 
-# Shared by all test processes and those that they start: each program is compiled once.
+# Shared by all test processes and the processes they start, so that each program is compiled once.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     cache = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="podracer-tests-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     atexit.register(shutil.rmtree, cache, ignore_errors=True)
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-# Half the time to compile, without LLVM's optimisations. What is marked slow is compiled as it is
-# for users: .ci/run sets this to nothing.
+# Compiling without LLVM's optimisations takes half the time. Slow tests are compiled as for users:
+# .ci/run sets XLA_FLAGS to nothing.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_platforms", "cpu")
-# Started here, so that no run of a test decides on the number.
+# Started here, so that no test decides on the number of devices.
 jax.devices()
 
-# Shells have what they start in the background ignore Ctrl-C, and so would all that tests start.
+# A shell makes its background processes ignore Ctrl-C, which the processes of tests would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)

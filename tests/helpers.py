@@ -1,20 +1,25 @@
-"""Small pieces that several tests put runs together from."""
+"""Functions that several tests build runs with."""
 
+import pathlib
 from typing import Any
 
 import jax
 
 from podracer import config as config_lib
-from podracer import envs, prng
-from podracer import mesh as mesh_lib
-from podracer.anakin.program import Program, State, make_program
+from podracer import envs
+from podracer.anakin.program import AnakinProgram, AnakinState, make_program
 from podracer.config import Config, Sizes
+from podracer.distributed import mesh as mesh_lib
+from podracer.xla_cpu import prng
+
+# The repository.
+ROOT = pathlib.Path(__file__).parent.parent
 
 
 def make_config(**changes: Any) -> Config:
-    """A small config, which compiles soon: one gradient step an update.
+    """A small config that compiles quickly: one gradient step per update.
 
-    "network.core" and the like reach into sections by a double underscore.
+    A double underscore separates the section from its key, as in ``network__core="gru"``.
     """
     config = config_lib.default_config()
     config.num_envs, config.unroll_length, config.total_steps = 8, 8, 10_000
@@ -28,12 +33,12 @@ def make_config(**changes: Any) -> Config:
     return config_lib.parse(config)
 
 
-def make_run(config: Config, num_devices: int = 1) -> tuple[Program, Sizes, State, Any]:
-    """Program, sizes, first state and compiled step of a config on that many devices."""
-    env = envs.make(config.env, config.env_kwargs, config.env_params)
+def make_run(config: Config, num_devices: int = 1) -> tuple[AnakinProgram, Sizes, AnakinState, Any]:
+    """Program, sizes, initial state and jitted step of a config on ``num_devices`` devices."""
+    env = envs.make_environment(config.env, config.env_kwargs, config.env_params)
     sizes = config_lib.sizes(config, num_devices)
     mesh = mesh_lib.make_mesh(jax.devices()[:num_devices])
     program = make_program(config, env, sizes, mesh)
     state = program.init(prng.key(config.seed))
-    # Tests look at states again: not donated.
+    # Not donated: tests use states again.
     return program, sizes, state, jax.jit(program.step)

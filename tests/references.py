@@ -1,4 +1,4 @@
-"""Slow references in numpy, one episode at a time and close to the papers' formulas."""
+"""Slow reference implementations in numpy, one episode at a time, close to the formulas."""
 
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ class Stream(NamedTuple):
 def random_stream(
     rng: np.random.Generator, length: int, batch: int, *, next_step: bool, truncate: float
 ) -> Stream:
-    """Episodes of 1 to 6 steps end to end, a share ``truncate`` of them truncated."""
+    """Consecutive episodes of 1 to 6 steps, of which a share ``truncate`` is truncated."""
     reward = np.zeros((length + 1, batch), np.float32)
     discount = np.ones((length + 1, batch), np.float32)
     first = np.zeros((length + 1, batch), bool)
@@ -52,7 +52,7 @@ def random_stream(
                 t += 1
             else:
                 if next_step and t < length:
-                    # The step that resets: no reward, no action, no transition to learn from.
+                    # The step of an autoreset: no reward, and no transition to learn from.
                     first[t + 1, b] = True
                     t += 1
             episodes.append((b, index, rewards, discounts, leads))
@@ -67,7 +67,7 @@ def gae(stream: Stream, values: np.ndarray, discount: float, lambda_: float):
     valid = np.zeros((length, batch))
     for b, index, rewards, discounts, leads in stream.episodes:
         if leads and leads[-1] is None:
-            # Its successor is not to be seen: what is before it bootstraps from its own value.
+            # The final observation is lost: the step before it bootstraps from its own value.
             index, rewards, discounts, leads = (x[:-1] for x in (index, rewards, discounts, leads))
         deltas = [
             r + discount * d * values[n, b] - values[t, b]

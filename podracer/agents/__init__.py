@@ -1,4 +1,4 @@
-"""Agents by name. Each maker takes (spec, network, common settings, own settings, all_mean)."""
+"""Agents by name: ``make(spec, network, common settings, own settings, all_mean) -> Agent``."""
 
 from collections.abc import Callable
 

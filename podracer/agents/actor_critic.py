@@ -1,4 +1,4 @@
-"""What PPO and V-trace share: acting by a policy network, normalisation, items to learn from."""
+"""What PPO and V-trace share: acting with a policy network, normalisation, and batch items."""
 
 import dataclasses
 from typing import Any
@@ -7,21 +7,11 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from podracer import returns
-from podracer.agents import normalization
+from podracer.agents import normalization, returns
 from podracer.errors import ConfigError
 from podracer.nets import heads
 from podracer.nets.actor_critic import Network
-from podracer.types import (
-    Array,
-    ArrayTree,
-    Carry,
-    Mean,
-    Spec,
-    TimeStep,
-    Trajectory,
-    Weights,
-)
+from podracer.types import Array, ArrayTree, Carry, Mean, Spec, TimeStep, Trajectory, Weights
 
 # BatchPPO (https://arxiv.org/abs/1709.02878) clips normalised observations at 5, rewards at 10.
 OBSERVATION_CLIP = 5.0
@@ -33,11 +23,13 @@ class ActorCriticConfig:
     """Settings of every actor-critic.
 
     Attributes:
-      discount: gamma.
+      discount: gamma, in [0, 1].
       entropy_cost: weight of the entropy bonus.
       value_cost: weight of the value loss.
-      normalize_observations: standardise by running mean and variance, clipped at 5.
-      normalize_rewards: divide by the running deviation of discounted returns, clipped at 10.
+      normalize_observations: whether to standardise observations by their running mean and
+        variance, clipped to [-5, 5].
+      normalize_rewards: whether to divide rewards by the running standard deviation of discounted
+        returns, clipped to [-10, 10].
     """
 
     discount: float
@@ -52,19 +44,19 @@ class ActorCriticConfig:
 
 
 class ActorCriticCarry(struct.PyTreeNode):
-    """Memory of an actor, ``[B, ...]``.
+    """What an actor carries from step to step, ``[B, ...]``.
 
     Attributes:
-      memory: of the recurrent core, ``()`` without one.
-      total: discounted sum of rewards, for their normalisation; ``()`` without it.
+      network: the network's carry, ``()`` for a feed-forward network.
+      total: discounted sum of past rewards, ``()`` unless rewards are normalised.
     """
 
-    memory: Carry
+    network: Carry
     total: Any
 
 
 def make_functions(spec: Spec, network: Network, config: ActorCriticConfig):
-    """``init``, ``carry`` and ``act`` of an actor-critic's ``Agent`` record."""
+    """The functions ``init``, ``carry`` and ``act`` of an actor-critic's ``Agent`` record."""
 
     def init(key: Array) -> Weights:
         observation = reward = ()
@@ -77,7 +69,7 @@ def make_functions(spec: Spec, network: Network, config: ActorCriticConfig):
     def carry(env_ids: Array) -> ActorCriticCarry:
         batch = env_ids.shape[0]
         total = jnp.zeros(batch) if config.normalize_rewards else ()
-        return ActorCriticCarry(network.memory(batch), total)
+        return ActorCriticCarry(network.initial_carry(batch), total)
 
     def act(
         weights: Weights,
@@ -87,10 +79,12 @@ def make_functions(spec: Spec, network: Network, config: ActorCriticConfig):
         *,
         greedy: bool = False,
     ) -> tuple[ActorCriticCarry, Array, dict[str, Array]]:
-        # The networks take [T, B]: here T = 1.
+        # Networks take [T, B, ...]: here T = 1.
         now = jax.tree.map(lambda x: x[None], timestep)
         observation = normalize(weights, now.observation)
-        memory, policy, _ = network.apply(weights.params, carry.memory, observation, now.first)
+        network_carry, policy, _ = network.apply(
+            weights.params, carry.network, observation, now.first
+        )
         policy = jax.tree.map(lambda x: x[0], policy)
         distribution = network.distribution(policy)
         action = distribution.mode() if greedy else heads.sample(network.distribution, policy, keys)
@@ -98,7 +92,7 @@ def make_functions(spec: Spec, network: Network, config: ActorCriticConfig):
         if config.normalize_rewards:
             total, _ = returns.discounted(total, now, config.discount)
         return (
-            ActorCriticCarry(memory, total),
+            ActorCriticCarry(network_carry, total),
             action,
             {"log_prob": jnp.asarray(distribution.log_prob(action))},
         )
@@ -107,7 +101,7 @@ def make_functions(spec: Spec, network: Network, config: ActorCriticConfig):
 
 
 def normalize(weights: Weights, observation: Array) -> Array:
-    """Observations as the network takes them."""
+    """Observations as the network receives them."""
     moments = weights.stats["observation"]
     if not moments:
         return observation
@@ -117,11 +111,20 @@ def normalize(weights: Weights, observation: Array) -> Array:
 def preprocess(
     weights: Weights, trajectory: Trajectory, discount: float, all_mean: Mean
 ) -> tuple[Trajectory, dict[str, Any]]:
-    """The trajectory as acted on (normalised by the weights' statistics), and the next statistics.
+    """Normalises a trajectory, and updates the statistics.
 
-    Observations are normalised by the weights' statistics: without lag those they were acted on
-    with, or importance ratios would not be 1 at the first gradient step. Rewards are by statistics
-    that include this batch.
+    Observations are normalised by the statistics of the weights: without lag, these are the
+    statistics that were acted with, so that importance ratios are 1 at the first gradient step.
+    Rewards are normalised by statistics that include this batch.
+
+    Args:
+      weights: whose statistics normalise.
+      trajectory: as it was collected.
+      discount: gamma.
+      all_mean: the mean of a tree over devices.
+
+    Returns:
+      The normalised trajectory, and the statistics to act with next.
     """
     timestep, stats = trajectory.timestep, dict(weights.stats)
     if stats["observation"]:
@@ -130,7 +133,7 @@ def preprocess(
         )
         timestep = timestep.replace(observation=normalize(weights, timestep.observation))
     if stats["reward"]:
-        # The arrival at t = 0 is the last one of the unroll before, which did not learn from it.
+        # The arrival at t = 0 is the last one of the previous unroll, which did not count it.
         past = jax.tree.map(lambda x: x[:-1], timestep)
         _, totals = returns.discounted(trajectory.carry.total, past, discount)
         stats["reward"] = normalization.update(stats["reward"], totals, all_mean)
@@ -147,8 +150,8 @@ def time_major(tree: ArrayTree) -> ArrayTree:
 def items(tree: ArrayTree, length: int) -> ArrayTree:
     """``[T, B, ...]`` -> ``[B * T / length, length, ...]``, environments outermost.
 
-    An item is what the learner shuffles: an environment's whole unroll (``length`` = T) or, where
-    no memory couples steps, one transition (``length`` = 1). Either way a loss reads it by
-    ``time_major``.
+    An item is what the learner shuffles: the whole unroll of an environment (``length`` = T) for
+    recurrent networks, else one transition (``length`` = 1). In both cases ``time_major`` turns a
+    batch of items back into ``[T, B, ...]``, as losses read it.
     """
     return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, length, *x.shape[2:]), tree)

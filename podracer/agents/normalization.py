@@ -10,8 +10,8 @@ class Moments(struct.PyTreeNode):
     """Mean and variance over all batches so far.
 
     Attributes:
-      count: ``[]`` float32, how many *batches*. All batches of a run have one size, so they weigh
-        the same, and no number of samples has to be counted or merged over devices.
+      count: ``[]`` float32, the number of *batches*. All batches of a run have the same size and
+        therefore the same weight, so that samples need not be counted or merged over devices.
       mean: ``[*shape]``.
       variance: ``[*shape]``.
     """
@@ -22,19 +22,20 @@ class Moments(struct.PyTreeNode):
 
 
 def init(shape: tuple[int, ...]) -> Moments:
-    """Moments of no batch at all: mean 0 and variance 1."""
+    """Moments before the first batch: mean 0 and variance 1."""
     return Moments(jnp.zeros(()), jnp.zeros(shape), jnp.ones(shape))
 
 
 def update(moments: Moments, batch: Array, all_mean: Mean) -> Moments:
-    """Merges one batch a device.
+    """Merges the batches of all devices into the moments.
 
-    The pairwise update of Chan, Golub and LeVeque (1979). The batch's own mean is taken first and
-    its deviations from that, so that nothing cancels where the mean is large against the deviation.
+    The pairwise update of Chan, Golub and LeVeque (1979). The batch's own mean is computed first,
+    then the deviations from it, so that nothing cancels where the mean is large against the
+    deviation.
 
     Args:
-      moments: so far.
-      batch: ``[..., *shape]``, of one size on every device.
+      moments: of the batches before.
+      batch: ``[..., *shape]``, this device's batch, of the same size on every device.
       all_mean: the mean of a tree over devices.
     """
     axes = tuple(range(batch.ndim - moments.mean.ndim))
@@ -50,11 +51,11 @@ def update(moments: Moments, batch: Array, all_mean: Mean) -> Moments:
 
 
 def standardize(moments: Moments, x: Array, clip: float) -> Array:
-    """(x - mean) / standard deviation, within [-clip, clip]."""
+    """(x - mean) / standard deviation, clipped to [-clip, clip]."""
     scale = jnp.sqrt(moments.variance + 1e-8)
     return jnp.clip((x.astype(jnp.float32) - moments.mean) / scale, -clip, clip)
 
 
 def rescale(moments: Moments, x: Array, clip: float) -> Array:
-    """x / standard deviation, within [-clip, clip]: rewards keep their sign."""
+    """x / standard deviation, clipped to [-clip, clip]: rewards keep their sign."""
     return jnp.clip(x / jnp.sqrt(moments.variance + 1e-8), -clip, clip)

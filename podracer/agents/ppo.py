@@ -3,10 +3,10 @@
 import dataclasses
 
 import jax.numpy as jnp
+import rlax
 from flax import struct
 
-from podracer import returns
-from podracer.agents import actor_critic
+from podracer.agents import actor_critic, returns
 from podracer.agents.actor_critic import ActorCriticConfig
 from podracer.errors import ConfigError, unknown
 from podracer.nets.actor_critic import Network
@@ -30,13 +30,15 @@ class PPOConfig:
     """Settings of PPO beside those of every actor-critic.
 
     Attributes:
-      gae_lambda: lambda of generalised advantage estimation.
-      clip: epsilon of equation 7.
-      value_clip: values move at most this far from the old ones; 0 turns it off.
-      advantage_normalization: over the "batch" of all devices (two small all-reduces a rollout),
-        over each "minibatch" of all devices (two a gradient step), or "none".
-      target_kl: once the approximate KL divergence of a gradient step exceeds this, it and the rest
-        of the update's are skipped; 0 turns it off.
+      gae_lambda: lambda of generalised advantage estimation, in [0, 1].
+      clip: epsilon of equation 7, the range in which the ratio of probabilities may move.
+      value_clip: the range in which a value may move from the value before the update; 0 turns
+        this clipping off.
+      advantage_normalization: advantages are standardised over the "batch" of all devices (two
+        small all-reduces per rollout), over each "minibatch" of all devices (two per gradient
+        step), or not at all ("none").
+      target_kl: when the approximate KL divergence of a gradient step exceeds this value, this
+        step and the remaining ones of the update are skipped; 0 turns this off.
     """
 
     gae_lambda: float = 0.95
@@ -64,7 +66,7 @@ class PPOConfig:
 
 
 class Sample(struct.PyTreeNode):
-    """What the loss reads, ``[items, time, ...]`` each; see ``returns.Targets`` for the targets."""
+    """What the loss reads, ``[items, T, ...]`` each; see ``returns.Targets`` for the targets."""
 
     observation: Array
     first: Array
@@ -75,17 +77,17 @@ class Sample(struct.PyTreeNode):
 
 
 def _normalize(advantage: Array, valid: Array, all_mean: Mean) -> Array:
-    """Zero mean and unit deviation over the valid entries of all devices."""
+    """Advantages with mean 0 and deviation 1 over the valid entries of all devices."""
     share, mean = all_mean((valid.mean(), (valid * advantage).mean()))
     share = jnp.maximum(share, 1e-8)
     mean = mean / share
-    # In a second pass: nothing cancels where the mean is large against the deviation.
+    # In a second pass, so that nothing cancels where the mean is large against the deviation.
     variance = all_mean((valid * (advantage - mean) ** 2).mean()) / share
     return (advantage - mean) / (jnp.sqrt(variance) + 1e-8)
 
 
 def _value_error(value: Array, sample: Sample, clip: float) -> Array:
-    """Squared errors, of values that move from the old ones at most as far as ``clip`` counts."""
+    """Squared errors: the larger of the plain one and the one of the clipped value."""
     error = (value - sample.target.value) ** 2
     if clip == 0:
         return error
@@ -93,13 +95,16 @@ def _value_error(value: Array, sample: Sample, clip: float) -> Array:
     return jnp.maximum(error, (moved - sample.target.value) ** 2)
 
 
-def _surrogate(log_prob: Array, sample: Sample, advantage: Array, clip: float) -> dict[str, Array]:
-    """Equation 7 of the paper, negated, and how far the policy has moved; an entry an item."""
-    log_ratio = log_prob - sample.log_prob
+def _surrogate(log_ratio: Array, advantage: Array, clip: float) -> Array:
+    """Equation 7 of the paper, negated: a mean over all entries, whatever their shape."""
+    ratio = jnp.exp(log_ratio).ravel()
+    return jnp.asarray(rlax.clipped_surrogate_pg_loss(ratio, advantage.ravel(), clip))
+
+
+def _policy_metrics(log_ratio: Array, clip: float) -> dict[str, Array]:
+    """How far the policy has moved, per entry."""
     ratio = jnp.exp(log_ratio)
-    clipped = jnp.clip(ratio, 1 - clip, 1 + clip)
     return {
-        "policy": -jnp.minimum(ratio * advantage, clipped * advantage),
         # The estimator k3 of http://joschu.net/blog/kl-approx.html.
         "approx_kl": ratio - 1 - log_ratio,
         "clip_fraction": jnp.abs(ratio - 1) > clip,
@@ -109,7 +114,7 @@ def _surrogate(log_prob: Array, sample: Sample, advantage: Array, clip: float) -
 def make(
     spec: Spec, network: Network, common: ActorCriticConfig, config: PPOConfig, all_mean: Mean
 ) -> Agent:
-    """PPO for any action space, with or without memory.
+    """PPO for any action space, with a feed-forward or a recurrent network.
 
     Args:
       spec: observation and action spaces.
@@ -118,14 +123,14 @@ def make(
       config: settings of PPO.
       all_mean: the mean of a tree over devices.
     """
-    init, carry, act = actor_critic.make_functions(spec, network, common)
+    init, initial_carry, act = actor_critic.make_functions(spec, network, common)
 
     def prepare(train_state: TrainState, trajectory: Trajectory) -> tuple[ArrayTree, ArrayTree]:
-        weights, memory = train_state.weights, trajectory.carry.memory
+        weights, carry = train_state.weights, trajectory.carry.network
         trajectory, stats = actor_critic.preprocess(weights, trajectory, common.discount, all_mean)
         timestep = trajectory.timestep
-        # Values of the whole unroll in one large batch, which acting therefore leaves out.
-        _, _, values = network.apply(weights.params, memory, timestep.observation, timestep.first)
+        # Values are computed here in one large batch, so that acting does not need them.
+        _, _, values = network.apply(weights.params, carry, timestep.observation, timestep.first)
         target = returns.gae(timestep, values, discount=common.discount, lambda_=config.gae_lambda)
         if config.advantage_normalization == "batch":
             advantage = _normalize(target.advantage, target.valid, all_mean)
@@ -139,28 +144,30 @@ def make(
             target,
         )
         length = trajectory.action.shape[0] if network.recurrent else 1
-        return (memory, actor_critic.items(sample, length)), stats
+        return (carry, actor_critic.items(sample, length)), stats
 
     def loss(
         params: Params, train_state: TrainState, batch: ArrayTree, key: Array
     ) -> tuple[Array, LossAux]:
         del train_state, key
-        memory, sample = batch
+        carry, sample = batch
         sample = actor_critic.time_major(sample)
         target = sample.target
-        _, policy, value = network.apply(params, memory, sample.observation, sample.first)
+        _, policy, value = network.apply(params, carry, sample.observation, sample.first)
         distribution = network.distribution(policy)
         log_prob = jnp.asarray(distribution.log_prob(sample.action))
 
         advantage = target.advantage
         if config.advantage_normalization == "minibatch":
             advantage = _normalize(advantage, target.valid, all_mean)
+        log_ratio = log_prob - sample.log_prob
+        policy_loss = _surrogate(log_ratio, target.valid * advantage, config.clip)
         # Means over all entries with the invalid ones at zero, not over the valid ones: so the
         # mean of devices' means is the mean over all, whatever their shares of valid entries.
-        means = {
+        means = {"policy": policy_loss} | {
             name: (target.valid * x).mean()
             for name, x in {
-                **_surrogate(log_prob, sample, advantage, config.clip),
+                **_policy_metrics(log_ratio, config.clip),
                 "value": 0.5 * _value_error(value, sample, config.value_clip),
                 "entropy": distribution.entropy(),
             }.items()
@@ -173,4 +180,4 @@ def make(
         stop = means["approx_kl"] - config.target_kl if config.target_kl > 0 else ()
         return total, LossAux({"total": total, **means}, stop=stop)
 
-    return Agent(init, carry, act, prepare, loss)
+    return Agent(init, initial_carry, act, prepare, loss)

@@ -5,8 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from podracer import returns
-from podracer.agents import actor_critic
+from podracer.agents import actor_critic, returns
 from podracer.agents.actor_critic import ActorCriticConfig
 from podracer.errors import ConfigError
 from podracer.nets.actor_critic import Network
@@ -28,9 +27,9 @@ class VTraceConfig:
     """Settings of V-trace beside those of every actor-critic.
 
     Attributes:
-      lambda_: multiplies the traces, in [0, 1]; 1 in the paper.
-      clip_rho: rho-bar, caps the ratios in the temporal-difference errors.
-      clip_pg_rho: caps the ratio in the policy gradient.
+      lambda_: factor of the traces, in [0, 1]; 1 in the paper.
+      clip_rho: rho-bar, the cap of the importance ratios in the temporal-difference errors.
+      clip_pg_rho: the cap of the importance ratio in the policy gradient.
     """
 
     lambda_: float = 1.0
@@ -50,29 +49,36 @@ class VTraceConfig:
 def make(
     spec: Spec, network: Network, common: ActorCriticConfig, config: VTraceConfig, all_mean: Mean
 ) -> Agent:
-    """IMPALA's actor-critic for any action space, with or without memory.
+    """IMPALA's actor-critic for any action space, with a feed-forward or a recurrent network.
 
-    An item of the batch is an environment's whole unroll, and targets are computed inside the loss
-    with the current values, so that several epochs over one rollout, or a policy that lags behind,
-    are corrected for. Losses are *means* over batch and time, where the paper sums them: a paper's
-    learning rate and gradient clip belong to a batch size, these don't.
+    An item of the batch is the whole unroll of an environment, and targets are computed inside the
+    loss with the current values: this corrects for several epochs over one rollout as well as for
+    actors that lag behind. Losses are *means* over batch and time, where the paper sums them, so
+    that the learning rate and the gradient clip do not depend on the batch size.
+
+    Args:
+      spec: observation and action spaces.
+      network: policy and value.
+      common: settings of every actor-critic.
+      config: settings of V-trace.
+      all_mean: the mean of a tree over devices.
     """
-    init, carry, act = actor_critic.make_functions(spec, network, common)
+    init, initial_carry, act = actor_critic.make_functions(spec, network, common)
 
     def prepare(train_state: TrainState, trajectory: Trajectory) -> tuple[ArrayTree, ArrayTree]:
         trajectory, stats = actor_critic.preprocess(
             train_state.weights, trajectory, common.discount, all_mean
         )
         steps = (trajectory.timestep, trajectory.action, trajectory.extras["log_prob"])
-        return (trajectory.carry.memory, actor_critic.time_major(steps)), stats
+        return (trajectory.carry.network, actor_critic.time_major(steps)), stats
 
     def loss(
         params: Params, train_state: TrainState, batch: ArrayTree, key: Array
     ) -> tuple[Array, LossAux]:
         del train_state, key
-        memory, steps = batch
+        carry, steps = batch
         timestep, action, behaviour_log_prob = actor_critic.time_major(steps)
-        _, policy, values = network.apply(params, memory, timestep.observation, timestep.first)
+        _, policy, values = network.apply(params, carry, timestep.observation, timestep.first)
         distribution = network.distribution(jax.tree.map(lambda x: x[:-1], policy))
         log_prob = distribution.log_prob(action)
         target = returns.vtrace(
@@ -101,4 +107,4 @@ def make(
         )
         return total, LossAux({"total": total, **means})
 
-    return Agent(init, carry, act, prepare, loss)
+    return Agent(init, initial_carry, act, prepare, loss)

@@ -1,8 +1,8 @@
 """Anakin's compiled program: environments, acting, loss and update, on all devices at once.
 
 https://arxiv.org/abs/2104.06272, section "Anakin". ``vmap`` fills a device with environments,
-``shard_map`` replicates that over the mesh, gradients are averaged over it, and ``scan`` does many
-updates in one host call. Environments and weights never leave the devices.
+``shard_map`` replicates that over the mesh, gradients are averaged over the mesh, and ``scan`` does
+many updates in one call. Environments and weights never leave the devices.
 """
 
 from collections.abc import Callable
@@ -13,51 +13,53 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from podracer import mesh as mesh_lib
-from podracer import parts as parts_lib
-from podracer import rollout
+from podracer.acting import unroll
+from podracer.acting.evaluation import make_evaluation
+from podracer.acting.statistics import Episodes
 from podracer.config import Config, Sizes
-from podracer.episodes import Episodes, make_evaluate
-from podracer.loop import CallMetrics
-from podracer.parts import Parts
-from podracer.types import Agent, Array, Environment, TrainState
+from podracer.distributed import mesh as mesh_lib
+from podracer.training import builder
+from podracer.training.builder import Components
+from podracer.training.loop import CallMetrics
+from podracer.types import Agent, Array, Device, Environment, TrainState
 
 
-class State(struct.PyTreeNode):
-    """All of an Anakin run: what a checkpoint has to hold.
+class AnakinState(struct.PyTreeNode):
+    """All state of an Anakin run, which is what a checkpoint holds.
 
-    Where several agents learn at once, they are the first axis of every array.
+    If several agents learn at once, they are the first axis of every array.
 
     Attributes:
-      train: what the learner owns, the same on every device.
+      train: the learner's state, the same on every device.
       rollout: the environments, sharded over devices.
-      key: of the run. Every other key is folded from it and ``train.step``, so that it never
-        changes.
+      key: the run's random key. It never changes: every other key is folded from it and
+        ``train.step``.
     """
 
     train: TrainState
-    rollout: rollout.RolloutState
+    rollout: unroll.RolloutState
     key: Array
 
 
 def state_specs(num_seeds: int) -> Any:
-    """How the state of so many agents lies on the mesh."""
+    """How the state of ``num_seeds`` agents is sharded over the mesh."""
     environments = mesh_lib.SHARDED if num_seeds == 1 else mesh_lib.SHARDED_SECOND
     replicated: Any = mesh_lib.REPLICATED
-    return State(train=replicated, rollout=environments, key=replicated)  # type: ignore[arg-type]
+    return AnakinState(train=replicated, rollout=environments, key=replicated)  # type: ignore[arg-type]
 
 
-class Program(NamedTuple):
-    """Functions of a whole run, jitted.
+class AnakinProgram(NamedTuple):
+    """The jitted functions of a run, and what they were made from.
 
     Attributes:
-      init: ``(key) -> State``, ``([num_seeds] keys) -> State`` for several agents.
-      step: ``(State) -> (State, CallMetrics)``, ``updates_per_call`` updates; states are donated,
-        that is, a step reuses the memory of the one it is given.
-      evaluate: ``(State) -> Episodes``.
-      env: where.
-      agent: who acts and learns.
-      mesh: over which devices.
+      init: ``(key) -> AnakinState``, or ``(keys [num_seeds]) -> AnakinState`` for several agents.
+      step: ``(AnakinState) -> (AnakinState, CallMetrics)``, ``updates_per_call`` updates. The state
+        is donated: the step reuses its memory.
+      evaluate: ``(AnakinState) -> Episodes``.
+      env: the environment.
+      agent: the agent.
+      sizes: the numbers that follow from the configuration.
+      mesh: the mesh over all devices.
     """
 
     init: jax.stages.Wrapped
@@ -65,43 +67,68 @@ class Program(NamedTuple):
     evaluate: jax.stages.Wrapped
     env: Environment
     agent: Agent
+    sizes: Sizes
     mesh: jax.sharding.Mesh
+
+    @property
+    def devices(self) -> list[Device]:
+        """The devices of the mesh."""
+        return list(self.mesh.devices.flat)
+
+    @property
+    def layout(self) -> dict[str, str]:
+        """What runs on which devices, in words."""
+        sizes, device = self.sizes, self.devices[0]
+        per_device = f"{sizes.num_devices} x {sizes.envs_per_device:,}"
+        return {
+            "devices": f"{sizes.num_devices} x {device.device_kind} ({device.platform})",
+            "environments": f"{sizes.num_envs:,} = {per_device}",
+        }
 
 
 def make_init(
-    env: Environment, parts: Parts, sizes: Sizes, stagger: int
-) -> Callable[[Array], State]:
-    """``(key) -> State`` as each device runs it: environments begin by their global ids."""
+    env: Environment, components: Components, sizes: Sizes, stagger: int
+) -> Callable[[Array], AnakinState]:
+    """``(key) -> AnakinState`` as each device runs it.
 
-    def init(key: Array) -> State:
-        train = parts_lib.init_train_state(parts, key)
+    Args:
+      env: the environment.
+      components: agent, optimizer and update.
+      sizes: the run's sizes.
+      stagger: the largest number of random actions before the first step; 0 takes none.
+    """
+
+    def init(key: Array) -> AnakinState:
+        train = builder.init_train_state(components, key)
         first = mesh_lib.device_index() * sizes.envs_per_device
-        env_key = jax.random.fold_in(key, parts_lib.ENVIRONMENTS)
-        envs = rollout.init(env, parts.agent, env_key, first + jnp.arange(sizes.envs_per_device))
+        env_key = jax.random.fold_in(key, builder.ENVIRONMENTS)
+        envs = unroll.reset(
+            env, components.agent, env_key, first + jnp.arange(sizes.envs_per_device)
+        )
         if stagger:
-            stagger_key = jax.random.fold_in(key, parts_lib.STAGGER)
-            envs = rollout.stagger(env, envs, stagger_key, stagger)
-        return State(train, envs, key)
+            stagger_key = jax.random.fold_in(key, builder.STAGGER)
+            envs = unroll.stagger(env, envs, stagger_key, stagger)
+        return AnakinState(train, envs, key)
 
     return init
 
 
 def make_step(
-    env: Environment, parts: Parts, sizes: Sizes
-) -> Callable[[State], tuple[State, CallMetrics]]:
-    """``(State) -> (State, CallMetrics)`` as each device runs it."""
+    env: Environment, components: Components, sizes: Sizes
+) -> Callable[[AnakinState], tuple[AnakinState, CallMetrics]]:
+    """``(AnakinState) -> (AnakinState, CallMetrics)`` as each device runs it."""
 
-    def one_update(state: State, _: None) -> tuple[State, CallMetrics]:
-        act_key, update_key = parts_lib.update_keys(state.key, state.train.step)
-        envs, trajectory, episodes = rollout.unroll(
-            env, parts.agent, state.train.weights, state.rollout, act_key, sizes.unroll_length
+    def one_update(state: AnakinState, _: None) -> tuple[AnakinState, CallMetrics]:
+        act_key, update_key = builder.update_keys(state.key, state.train.step)
+        envs, trajectory, episodes = unroll.unroll(
+            env, components.agent, state.train.weights, state.rollout, act_key, sizes.unroll_length
         )
-        train, losses = parts.update(state.train, trajectory, update_key)
-        return State(train, envs, state.key), CallMetrics(losses, episodes)
+        train, losses = components.update(state.train, trajectory, update_key)
+        return AnakinState(train, envs, state.key), CallMetrics(losses, episodes)
 
-    def step(state: State) -> tuple[State, CallMetrics]:
+    def step(state: AnakinState) -> tuple[AnakinState, CallMetrics]:
         state, metrics = jax.lax.scan(one_update, state, length=sizes.updates_per_call)
-        # Losses are means over devices already; these are summed here, once for all updates.
+        # Losses are already means over devices; episodes are summed here, once for all updates.
         episodes = mesh_lib.all_sum(metrics.episodes)
         return state, metrics._replace(episodes=episodes)
 
@@ -110,34 +137,41 @@ def make_step(
 
 def make_program(
     config: Config, env: Environment, sizes: Sizes, mesh: jax.sharding.Mesh
-) -> Program:
-    """Puts a whole run together.
+) -> AnakinProgram:
+    """Builds a run's program.
+
+    Args:
+      config: the run's configuration.
+      env: the environment.
+      sizes: the run's sizes.
+      mesh: the mesh over all devices.
 
     Raises:
-      ConfigError: the network can't take the observations.
+      ConfigError: the network does not fit the observations.
     """
-    parts = parts_lib.make(config, env.spec, sizes)
-    play = make_evaluate(env, parts.agent, mesh, config.evaluation)
+    components = builder.build(config, env.spec, sizes)
+    play = make_evaluation(env, components.agent, mesh, config.evaluation)
 
-    def evaluate(state: State) -> Episodes:
-        key = parts_lib.evaluation_key(state.key, state.train.step)
+    def evaluate(state: AnakinState) -> Episodes:
+        key = builder.evaluation_key(state.key, state.train.step)
         return play(state.train.weights, key)
 
     replicated, specs = mesh_lib.REPLICATED, state_specs(config.num_seeds)
-    init = make_init(env, parts, sizes, config.stagger)
-    step = make_step(env, parts, sizes)
+    init = make_init(env, components, sizes, config.stagger)
+    step = make_step(env, components, sizes)
     if config.num_seeds > 1:
-        # One after another: jaxlib 0.10 factors batches of matrices, as orthogonal weights need, on
-        # the threads that its devices already hold, and on a CPU they then wait for each other.
+        # One agent after another: jaxlib 0.10 factors batches of matrices, which orthogonal
+        # initialisation needs, on the threads that its CPU devices already occupy: a deadlock.
         init = partial(jax.lax.map, init)
         step, evaluate = jax.vmap(step), jax.vmap(evaluate)
-    return Program(
+    return AnakinProgram(
         init=jax.jit(mesh_lib.per_device(init, mesh, replicated, specs)),
         step=jax.jit(
             mesh_lib.per_device(step, mesh, (specs,), (specs, replicated)), donate_argnums=0
         ),
         evaluate=jax.jit(evaluate),
         env=env,
-        agent=parts.agent,
+        agent=components.agent,
+        sizes=sizes,
         mesh=mesh,
     )

@@ -1,4 +1,4 @@
-"""Environments by id, ``suite:name``, or a user's own by ``module:Class``."""
+"""Environments by id: ``suite:name``, or ``module:Class`` for a user's own."""
 
 import importlib.util
 from collections.abc import Callable, Mapping
@@ -8,7 +8,7 @@ from podracer.envs import dummy, envpool, gymnasium, gymnax
 from podracer.errors import ConfigError, unknown
 from podracer.types import Environment, HostEnvironment
 
-# Written in JAX, for Anakin; and on the host, for Sebulba.
+# Suites written in JAX, for Anakin, and suites of host environments, for Sebulba.
 SUITES: dict[str, Callable[..., Environment]] = {"gymnax": gymnax.make, "dummy": dummy.make}
 HOST_SUITES: dict[str, Callable[..., HostEnvironment]] = {
     "envpool": envpool.make,
@@ -20,52 +20,63 @@ HOST_SUITES: dict[str, Callable[..., HostEnvironment]] = {
 def _split(env_id: str, example: str) -> tuple[str, str]:
     suite, colon, name = env_id.partition(":")
     if not colon or not name:
-        raise ConfigError(f"env={env_id!r} names no suite; an id is {example}")
+        raise ConfigError(f"env={env_id!r} names no suite; examples of ids are {example}")
     return suite, name
 
 
-def make(env_id: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Environment:
+def architecture(env_id: str) -> str:
+    """The architecture that trains in an environment: "anakin" or "sebulba".
+
+    Sebulba is for suites that exist on the host only; a class of the user's own is written in JAX.
+    """
+    suite = env_id.partition(":")[0]
+    return "sebulba" if suite in HOST_SUITES and suite not in SUITES else "anakin"
+
+
+def make_environment(
+    env_id: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]
+) -> Environment:
     """Makes an environment written in JAX.
 
     Args:
       env_id: "gymnax:CartPole-v1", "dummy:counting", or "my_module:MyEnv".
       kwargs: for its constructor.
-      params: its parameters, as far as they differ from their defaults.
+      params: its parameters that differ from their defaults.
 
     Raises:
-      ConfigError: there is no such environment, argument or parameter.
+      ConfigError: no such environment, argument or parameter.
     """
     suite, name = _split(env_id, "'gymnax:CartPole-v1', 'dummy:counting' or 'my_module:MyEnv'")
     if suite in SUITES:
         return SUITES[suite](name, kwargs, params)
     if suite in HOST_SUITES:
         raise ConfigError(
-            f"env={env_id!r} is stepped on the host; train on it by python -m podracer.sebulba"
+            f"env={env_id!r} is a host environment; train on it with python -m podracer.sebulba"
         )
     if importlib.util.find_spec(suite.partition(".")[0]) is None:
         raise unknown("environment suite, and no module has that name:", suite, SUITES)
     return gymnax.load(env_id, kwargs, params)
 
 
-def make_host(
+def make_host_environment(
     env_id: str, kwargs: Mapping[str, Any], params: Mapping[str, Any], *, newest_frame: bool = False
 ) -> HostEnvironment:
-    """Makes an environment that is stepped on the host.
+    """Makes a host environment.
 
     Args:
       env_id: "envpool:Pong-v5", "gymnasium:LunarLander-v3" or "dummy:counting".
       kwargs: for its constructor, or options of its pool.
-      params: its parameters, as far as they differ from their defaults.
+      params: its parameters that differ from their defaults.
       newest_frame: see ``envpool.make``.
 
     Raises:
-      ConfigError: there is no such environment, argument or parameter.
+      ConfigError: no such environment, argument or parameter.
     """
     suite, name = _split(env_id, "'envpool:Pong-v5' or 'gymnasium:LunarLander-v3'")
     if suite in SUITES and suite not in HOST_SUITES:
         raise ConfigError(
-            f"env={env_id!r} is written in JAX; train on it by python -m podracer.anakin"
+            f"env={env_id!r} is written in JAX; train on it with python -m podracer.anakin"
         )
     if suite not in HOST_SUITES:
-        raise unknown("suite of environments on the host", suite, HOST_SUITES)
+        raise unknown("suite of host environments", suite, HOST_SUITES)
     return HOST_SUITES[suite](name, kwargs, params, newest_frame=newest_frame)

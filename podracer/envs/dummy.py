@@ -1,8 +1,9 @@
-"""Environments with known answers: they catch mistakes that learning curves hide.
+"""Environments with known answers: they show mistakes that learning curves hide.
 
-``counting`` shows any mix-up of reset, memory or batch axis without learning (an idea of embodied's
-dummy environment); the probes have values that can be computed by hand, each adding one thing to
-get wrong (after Andy Jones, https://andyljones.com/posts/rl-debugging.html).
+``counting`` shows mix-ups of resets, steps and the batch axis without learning (after the dummy
+environment of danijar/embodied). The other environments are probes: their values can be computed by
+hand, and each adds one thing that an agent must get right (after Andy Jones,
+https://andyljones.com/posts/rl-debugging.html).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,14 +45,14 @@ def counting(
     """Counts its steps: the observation is ``[count since the episode began, episode length]``.
 
     So ``count[t+1] == (count[t] + 1) * ~first[t+1]`` for any unroll of any agent, across unrolls
-    too. Rewards are the count arrived at; actions do nothing. Each episode is one step longer than
-    the last, up to ``length + vary`` and then ``length`` again; which one comes first is random.
+    too. The reward is the new count; actions have no effect. Each episode is one step longer than
+    the previous one, up to ``length + vary`` and then ``length`` again; the first length is random.
 
     Args:
-      length: of the shortest episode.
-      vary: the longest is so much longer.
-      truncate: episodes are truncated, else terminated.
-      next_step: a new episode begins in the step after the last one's end, else in the same.
+      length: steps of the shortest episode.
+      vary: how many steps longer the longest episode is.
+      truncate: episodes are truncated instead of terminated.
+      next_step: an episode begins in the step after the previous one's end instead of in the same.
     """
 
     def reset(key: Array) -> tuple[Array, TimeStep]:
@@ -78,7 +79,7 @@ def counting(
 
 
 class CountingPool:
-    """``counting(next_step=True)`` on the host, in numpy; a seed says which episode comes first."""
+    """``counting(next_step=True)`` on the host, in numpy; seeds determine the first lengths."""
 
     def __init__(
         self, seeds: Sequence[int], length: int = 5, vary: int = 3, truncate: bool = False
@@ -121,14 +122,14 @@ def _probe(
     length: int = 1,
     continuous: bool = False,
 ) -> Environment:
-    """Episodes of ``length`` steps; the reward comes with the last, from the first observation.
+    """Episodes of ``length`` steps with one reward, at the last step, for the first observation.
 
     Args:
       observe: ``(key) -> first observation``.
       reward: ``(first observation, action) -> reward`` of the last step.
-      shape: of observations; after the first step they are zeros.
-      length: steps an episode.
-      continuous: actions are a box [-1, 1], else there are two.
+      shape: of observations; all but an episode's first are zeros.
+      length: steps of an episode.
+      continuous: the action space is a box [-1, 1] instead of two discrete actions.
     """
 
     def reset(key: Array) -> tuple[tuple[Array, Array], TimeStep]:
@@ -158,14 +159,14 @@ def _sign(key: Array) -> Array:
 
 
 def one(continuous: bool = False) -> Environment:
-    """One step, reward 1: V = 1. Catches a value loss that does not learn."""
+    """One step, reward 1: V = 1. Shows a value loss that does not learn."""
     return _probe(
         lambda key: jnp.zeros(1), lambda cue, action: jnp.float32(1), continuous=continuous
     )
 
 
 def sign(continuous: bool = False) -> Environment:
-    """One step, reward = observation = +-1: V(x) = x. Catches values that ignore observations."""
+    """One step, reward = observation = +-1: V(x) = x. Shows values that ignore observations."""
     return _probe(_sign, lambda cue, action: cue[0], continuous=continuous)
 
 
@@ -177,19 +178,22 @@ def delayed(continuous: bool = False) -> Environment:
 
 
 def _agree(cue: Array, action: Array, *, continuous: bool) -> Array:
-    """1 for answering the cue: action 1 for +1, 0 for -1; or an action half way out to it."""
+    """The reward: 1 if the action is 1 for cue +1 or 0 for cue -1; continuous: cue / 2 is best."""
     if continuous:
         return 1 - (jnp.clip(action, -1, 1) - 0.5 * cue[0]) ** 2
     return jnp.where(action == (cue[0] > 0), 1.0, -1.0)
 
 
 def choice(continuous: bool = False) -> Environment:
-    """One step, the reward depends on the action in view of the observation: best return 1."""
+    """One step, whose best action depends on the observation: best return 1."""
     return _probe(_sign, partial(_agree, continuous=continuous), continuous=continuous)
 
 
 def memory(length: int = 3, continuous: bool = False) -> Environment:
-    """As ``choice``, but the cue is seen in the first step only: 1 with memory, else 0 (0.75)."""
+    """As ``choice``, but the cue is seen in the first step only.
+
+    The best return is 1 with a recurrent network, and without one 0 (continuous actions: 0.75).
+    """
     return _probe(
         _sign, partial(_agree, continuous=continuous), length=length, continuous=continuous
     )
@@ -205,9 +209,12 @@ def make_host(
 ) -> HostEnvironment:
     """The counting environment on the host; ``kwargs`` are its arguments."""
     if name != "counting":
-        raise unknown("dummy environment on the host", name, ("counting",))
+        raise unknown("dummy host environment", name, ("counting",))
     if params or newest_frame:
-        raise ConfigError(f"dummy:{name} has neither env_params nor frames; use env_kwargs")
+        raise ConfigError(
+            f"dummy:{name} has no env_params and no frames for sebulba.newest_frame; its arguments "
+            "are env_kwargs"
+        )
     check_kwargs(f"dummy:{name}", CountingPool, {"seeds": (), **kwargs})
     spec = _spec((2,), continuous=False)
 
@@ -215,14 +222,16 @@ def make_host(
         del threads
         return CountingPool(seeds, **kwargs)
 
-    return HostEnvironment(spec, pool, spec.observation, lambda sent, _: sent)
+    return HostEnvironment(spec, pool, spec.observation, lambda observation, _: observation)
 
 
 def make(name: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Environment:
-    """One of ``ENVIRONMENTS``; ``kwargs`` are its arguments, ``params`` it has none."""
+    """One of ``ENVIRONMENTS``; ``kwargs`` are its arguments, and ``params`` must be empty."""
     if name not in ENVIRONMENTS:
         raise unknown("dummy environment", name, ENVIRONMENTS)
     if params:
-        raise ConfigError(f"dummy:{name} has no env_params, got {dict(params)}; use env_kwargs")
+        raise ConfigError(
+            f"dummy:{name} has no env_params, got {dict(params)}; its arguments are env_kwargs"
+        )
     check_kwargs(f"dummy:{name}", ENVIRONMENTS[name], kwargs)
     return ENVIRONMENTS[name](**kwargs)

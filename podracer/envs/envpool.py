@@ -1,11 +1,14 @@
 """Environments of envpool: Atari, MuJoCo, Procgen, Football, Box2D and more, stepped in C++.
 
-A pool begins an episode in the step after the last one's end (*next step*): that step ignores its
+envpool resets in the step after an episode's end (*next-step* autoreset): that step ignores its
 action, has reward 0 and arrives at the first observation. So an observation is the first of an
-episode iff the arrival before it was an end. Whether an end was a truncation is told by
-``elapsed_step`` and, where there is one, ``terminated``; the pool's own flag has missed some, but
-knows of limits that an option of the game sets. Where lost lives end episodes (``episodic_life``),
-the agent sees an end with discount 0, while the game's score goes on until the game is over.
+episode iff the previous arrival was an end.
+
+An end is a truncation according to ``elapsed_step`` and, where the environment reports it,
+``info["terminated"]``. The pool's own truncation flag is not enough, as it has missed some, but it
+alone covers limits that are set by an option of the environment. Where a lost life ends an episode
+(``episodic_life``), the agent sees an end with discount 0, and the game's score continues until the
+game is over.
 """
 
 import importlib
@@ -19,11 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from podracer.envs import spaces
-from podracer.errors import ConfigError, unknown
+from podracer.errors import ConfigError, missing_extra, unknown
 from podracer.types import Array, HostEnvironment, HostStep, TimeStep
 
-# Options that are ours to give, and what sets them.
-OURS = {
+# Options of envpool that podracer sets, and the config keys that determine them.
+OWN_OPTIONS = {
     "num_envs": "num_envs",
     "batch_size": "num_envs",
     "num_threads": "sebulba.pool_threads",
@@ -35,24 +38,21 @@ OURS = {
 
 
 def _import() -> ModuleType:
-    # Gymnasium tells that it casts envpool's float64 bounds: nothing a user can do about.
+    # Gymnasium warns that it casts envpool's float64 bounds, which a user can't change.
     warnings.filterwarnings("ignore", ".*precision lowered by casting", module="gymnasium")
     try:
         return importlib.import_module("envpool")
     except ModuleNotFoundError as error:
         if error.name != "envpool":
             raise
-        raise ConfigError(
-            "environments 'envpool:...' need the package envpool, 1 GB with its games; "
-            "pip install -e '.[sebulba]'"
-        ) from error
+        raise missing_extra("sebulba", "an environment 'envpool:...'") from error
 
 
 class EnvPool:
     """A synchronous pool, see ``types.Pool``.
 
     Attributes:
-      newest: send the newest of stacked frames alone, and stack them on the device.
+      newest: whether only the newest of the stacked frames is transferred to the device.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class EnvPool:
             env_type="gymnasium",
             num_envs=len(seeds),
             num_threads=threads,
-            # One for each environment: envpool would count up from a single one.
+            # A seed for each environment: from a single seed, envpool would count up.
             env_seed=list(seeds),
             **options,
         )
@@ -101,23 +101,26 @@ class EnvPool:
         ended = terminated | truncated
         first, self._ended = self._ended, ended
         limit = ended & (info["elapsed_step"] >= self._max_steps)
-        # At the limit only games with a word of their own tell a termination: by both flags.
-        over = np.asarray(info.get("terminated", terminated & (truncated | ~limit)), bool)
-        truncated = (limit | truncated) & ~over
-        sent: Any = spaces.as_sent(observation)
+        # At the step limit, an end is a termination only if the environment says so itself: in
+        # info, or by setting both flags.
+        terminated = np.asarray(info.get("terminated", terminated & (truncated | ~limit)), bool)
+        truncated = (limit | truncated) & ~terminated
+        transfer: Any = spaces.to_transfer_dtype(observation)
         if self.newest:
-            # A game begins with one frame, repeated. (A lost life begins an episode as well, but
-            # the stack of frames goes on.)
+            # A game begins with a stack of one repeated frame. (A lost life begins an episode too,
+            # but its stack still holds the frames before it.)
             fresh = first.copy()
-            fresh[first] = (sent[first] == sent[first, -1:]).all((1, 2, 3))
-            sent = {"frame": np.ascontiguousarray(sent[:, -1]), "fresh": fresh}
+            fresh[first] = (transfer[first] == transfer[first, -1:]).all((1, 2, 3))
+            transfer = {"frame": np.ascontiguousarray(transfer[:, -1]), "fresh": fresh}
         discount = (~ended | truncated).astype(np.float32)
         reward = reward.astype(np.float32, copy=False)
-        score = np.asarray(info.get("reward", reward), np.float32)
-        return HostStep(TimeStep(sent, reward, discount, first), score, over | truncated)
+        raw_reward = np.asarray(info.get("reward", reward), np.float32)
+        return HostStep(
+            TimeStep(transfer, reward, discount, first), raw_reward, terminated | truncated
+        )
 
     def render(self) -> np.ndarray:
-        """See ``types.DrawnPool``; the options have to say ``render_mode="rgb_array"``."""
+        """See ``types.RenderablePool``; needs the option ``render_mode="rgb_array"``."""
         try:
             return self._pool.render()[0]
         except RuntimeError as error:
@@ -127,39 +130,52 @@ class EnvPool:
         self._pool.close()
 
 
-def _stack(sent: dict[str, Array], previous: Array) -> Array:
-    """The newest frames ``[B, H, W]`` put on the previous stack ``[B, H, W, frames]``."""
-    frame = sent["frame"][..., None]
+def _stack(transferred: dict[str, Array], previous: Array) -> Array:
+    """The newest frames ``[B, H, W]`` appended to the previous stacks ``[B, H, W, frames]``."""
+    frame = transferred["frame"][..., None]
     shifted = jnp.concatenate([previous[..., 1:], frame], -1)
-    return jnp.where(sent["fresh"][:, None, None, None], frame, shifted)
+    return jnp.where(transferred["fresh"][:, None, None, None], frame, shifted)
 
 
 def _newest(env: HostEnvironment, name: str, frames: int) -> HostEnvironment:
-    """The same environment, sent frame by frame, of which it stacks so many."""
+    """The same environment, but only the newest of ``frames`` stacked frames is transferred."""
     height, width, channels = env.spec.observation.shape
     if channels != frames:
         raise ConfigError(
-            f"sebulba.newest_frame needs single gray frames, but {name} has {channels} channels "
-            f"for a stack of {frames}: colours"
+            f"sebulba.newest_frame needs gray frames, but {name} has {channels} channels for "
+            f"{frames} stacked frames: colours"
         )
-    sent = {
+    transfer_spec = {
         "frame": jax.ShapeDtypeStruct((height, width), jnp.uint8),
         "fresh": jax.ShapeDtypeStruct((), jnp.bool_),
     }
-    return env._replace(sent=sent, receive=_stack)
+    return env._replace(transfer_spec=transfer_spec, decode_observation=_stack)
+
+
+def _channels_first(spec: Any) -> bool:
+    """Whether an environment's images are ``[C, H, W]``; envpool's specs do not say so directly.
+
+    Procgen has an option for it. Atari, ViZDoom (options img_*) and MuJoCo's pixels (render_*) are
+    channels first; Football and CarRacing, which have neither, are channels last.
+    """
+    if not spaces.is_image(spec.gymnasium_observation_space):
+        return False
+    config = spec.config
+    scaled = hasattr(config, "img_height") or hasattr(config, "render_height")
+    return bool(getattr(config, "channel_first", scaled))
 
 
 def _check_options(
     name: str, kwargs: Mapping[str, Any], options: set[str], newest_frame: bool
 ) -> None:
     for key in kwargs:
-        if OURS.get(key):
-            raise ConfigError(f"env_kwargs has {key!r}, which is set by {OURS[key]}")
+        if OWN_OPTIONS.get(key):
+            raise ConfigError(f"env_kwargs has {key!r}, which is set by {OWN_OPTIONS[key]}")
         if key not in options:
             raise unknown(f"option of envpool:{name} in env_kwargs", key, options)
     if newest_frame and "stack_num" not in options:
         raise ConfigError(
-            f"sebulba.newest_frame is for environments that stack frames; envpool:{name} has no "
+            f"sebulba.newest_frame needs an environment that stacks frames; envpool:{name} has no "
             "option stack_num"
         )
 
@@ -167,17 +183,17 @@ def _check_options(
 def make(
     name: str, kwargs: Mapping[str, Any], params: Mapping[str, Any], *, newest_frame: bool = False
 ) -> HostEnvironment:
-    """An environment that envpool has.
+    """An environment of envpool. One is made here already, so that errors are found at once.
 
     Args:
-      name: envpool's id, as "Pong-v5".
-      kwargs: envpool's options, as ``episodic_life``.
-      params: none; the options are all there is.
-      newest_frame: send the newest of stacked frames alone, and stack them on the device.
+      name: envpool's id, such as "Pong-v5".
+      kwargs: envpool's options, such as ``episodic_life``.
+      params: must be empty; options are in ``kwargs``.
+      newest_frame: transfer only the newest of the stacked frames, and stack them on the device.
 
     Raises:
-      ConfigError: no such environment or option, a space agents can't act in or observe, or envpool
-        or what it needs is not installed. One environment is made once, to find out.
+      ConfigError: no such environment or option, a space that agents can't act in or observe, or
+        envpool or a library that it needs is not installed.
     """
     envpool = _import()
     known = envpool.list_all_envs()
@@ -193,20 +209,24 @@ def make(
         return EnvPool(name, {**kwargs, "render_mode": "rgb_array"}, [seed], 1, newest=newest_frame)
 
     try:
-        options = set(envpool.make_spec(name).config._fields) - set(OURS)
+        options = set(envpool.make_spec(name).config._fields) - set(OWN_OPTIONS)
         _check_options(name, kwargs, options, newest_frame)
         spec = envpool.make_spec(name, **kwargs)
         pool([0], 1).close()
     except (ImportError, TypeError, ValueError, RuntimeError) as error:
         if isinstance(error, ConfigError):
             raise
-        # An option of the wrong type, or a library of the system that some games need.
+        # An option of the wrong type, or a missing system library.
         reason = str(error).partition("\n")[0]
         raise ConfigError(
             f"envpool:{name} can't be made with env_kwargs={dict(kwargs)}: {reason}"
         ) from error
     env = spaces.host_environment(
-        f"envpool:{name}", spec.gymnasium_observation_space, spec.gymnasium_action_space, pool
+        f"envpool:{name}",
+        spec.gymnasium_observation_space,
+        spec.gymnasium_action_space,
+        pool,
+        channels_first=_channels_first(spec),
     )
-    env = env._replace(make_drawn=drawn)
+    env = env._replace(make_renderable=drawn)
     return _newest(env, f"envpool:{name}", spec.config.stack_num) if newest_frame else env

@@ -1,7 +1,7 @@
-"""Any Gymnasium environment, each in a *process* of its own (as BatchPPO did, arXiv 1709.02878).
+"""Gymnasium environments, each in a *process* of its own (as in BatchPPO, arXiv 1709.02878).
 
-Gymnasium's own asynchronous vector environment, in its autoreset mode *next step*: the step after
-an episode's end ignores its action, has reward 0 and arrives at the first observation.
+They are stepped by Gymnasium's ``AsyncVectorEnv`` with *next-step* autoreset: the step after an
+episode's end ignores its action, has reward 0 and arrives at the first observation.
 """
 
 import importlib
@@ -20,25 +20,28 @@ from podracer.envs import spaces
 from podracer.errors import ConfigError, unknown
 from podracer.types import HostEnvironment, HostStep, TimeStep
 
+# The axis of an image's channels, as env_params.channels specifies it.
+CHANNELS = ("first", "last")
+
 
 def _import() -> ModuleType:
     return importlib.import_module("gymnasium")
 
 
 def _in_processes(name: str, options: Mapping[str, Any], count: int) -> Any:
-    """``count`` environments, a process each."""
+    """``count`` environments, each in a process of its own."""
     gymnasium = _import()
     parent = os.getpid()
 
-    # Nested, it is sent to the processes by its code: they need not import podracer, and JAX.
+    # A nested function is pickled by value, so that the processes import neither podracer nor JAX.
     def make_one() -> Any:
-        # Ctrl-C, which a terminal tells all processes, is left to the parent: it saves the run
-        # first. (Gymnasium makes one environment there as well, to see its spaces.)
+        # A terminal sends Ctrl-C to all processes; the parent handles it, and saves the run first.
+        # (Gymnasium makes one environment in the parent as well, to read its spaces.)
         if os.getpid() != parent:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         return gymnasium.make(name, **options)
 
-    # It tells that a pool is closed in the middle of a step: so are those that hang.
+    # Pools that hang are closed in the middle of a step, of which Gymnasium warns.
     warnings.filterwarnings("ignore", ".*Calling `close` while waiting", module="gymnasium")
     # A fork of a process that runs JAX's threads can hang, so processes are forks of a server
     # that has imported what they need.
@@ -51,7 +54,7 @@ def _in_processes(name: str, options: Mapping[str, Any], count: int) -> Any:
 
 
 def _in_this_process(name: str, options: Mapping[str, Any]) -> Any:
-    """One environment, where its pictures and errors need not travel."""
+    """One environment without a process of its own, to be drawn."""
     gymnasium = _import()
     return gymnasium.vector.SyncVectorEnv(
         [partial(gymnasium.make, name, **options)],
@@ -60,7 +63,7 @@ def _in_this_process(name: str, options: Mapping[str, Any]) -> Any:
 
 
 class VectorPool:
-    """A vector of Gymnasium's environments, see ``types.Pool``."""
+    """A Gymnasium vector environment as a ``types.Pool``."""
 
     def __init__(self, name: str, envs: Any, seeds: Sequence[int]):
         self._name, self._envs = name, envs
@@ -86,19 +89,18 @@ class VectorPool:
     ) -> HostStep:
         first, self._ended = self._ended, terminated | truncated
         discount = (~terminated).astype(np.float32)
-        timestep = TimeStep(spaces.as_sent(observation), reward, discount, first)
+        timestep = TimeStep(spaces.to_transfer_dtype(observation), reward, discount, first)
         return HostStep(timestep, reward, self._ended)
 
     def render(self) -> np.ndarray:
-        """See ``types.DrawnPool``; it has to be made with ``render_mode="rgb_array"``."""
+        """See ``types.RenderablePool``; needs environments with ``render_mode="rgb_array"``."""
         try:
             return np.asarray(self._envs.render()[0])
         except _import().error.Error as error:
             raise ConfigError(f"gymnasium:{self._name} can't be drawn: {error}") from error
 
     def close(self) -> None:
-        # By force: a process that hangs or has died must not keep the others, and Gymnasium would
-        # wait for what it has to say.
+        # Killed, because Gymnasium would wait for an answer of a process that hangs or has died.
         for process in getattr(self._envs, "processes", ()):
             process.kill()
         for pipe in getattr(self._envs, "parent_pipes", ()):
@@ -107,27 +109,51 @@ class VectorPool:
         self._envs.close(terminate=True)
 
 
+def _channels_first(name: str, space: Any, params: Mapping[str, Any]) -> bool:
+    """Whether images are ``[C, H, W]``: by env_params.channels, else by Gymnasium's convention.
+
+    Raises:
+      ConfigError: an impossible env_params.channels; or it is missing, and the shape looks as if
+        the environment breaks the convention.
+    """
+    channels = params.get("channels")
+    if channels is None:
+        if spaces.is_image(space) and space.shape[0] < space.shape[2]:
+            raise ConfigError(
+                f"gymnasium:{name} observes images of shape {space.shape}; if these are [channels, "
+                "height, width], set config.env_params.channels=first, and if they are [height, "
+                "width, channels], set config.env_params.channels=last"
+            )
+        return False
+    if channels not in CHANNELS or not spaces.is_image(space):
+        raise ConfigError(
+            f"env_params.channels={channels!r} must be first or last, and is for uint8 images of "
+            f"three axes; gymnasium:{name} observes {space}"
+        )
+    return channels == "first"
+
+
 def make(
     name: str, kwargs: Mapping[str, Any], params: Mapping[str, Any], *, newest_frame: bool = False
 ) -> HostEnvironment:
-    """An environment that Gymnasium registers.
+    """An environment that is registered with Gymnasium.
 
     Args:
       name: Gymnasium's id, as "LunarLander-v3", or "module:Id" where a module registers it.
       kwargs: for its constructor.
-      params: none.
-      newest_frame: impossible here.
+      params: ``channels``, the axis of the channels in images: "first" or "last". Without it they
+        are the last axis, Gymnasium's convention, unless the shape contradicts that.
+      newest_frame: not supported here.
 
     Raises:
-      ConfigError: no such environment or argument, a package it needs is not installed, or a space
-        agents can't act in or observe.
+      ConfigError: no such environment or argument, a package that it needs is not installed, a
+        space that agents can't act in or observe, or images whose channels could be either axis.
     """
     gymnasium = _import()
-    if params or newest_frame:
-        raise ConfigError(
-            f"gymnasium:{name} has neither env_params, got {dict(params)}, nor frames for "
-            "sebulba.newest_frame"
-        )
+    if newest_frame:
+        raise ConfigError(f"gymnasium:{name} has no stacked frames for sebulba.newest_frame")
+    for key in params.keys() - {"channels"}:
+        raise unknown(f"parameter of gymnasium:{name} in env_params", key, ("channels",))
     try:
         one = gymnasium.make(name, **kwargs)
     except (gymnasium.error.NameNotFound, gymnasium.error.VersionNotFound) as error:
@@ -148,5 +174,8 @@ def make(
         options = {**kwargs, "render_mode": "rgb_array"}
         return VectorPool(name, _in_this_process(name, options), [seed])
 
-    env = spaces.host_environment(f"gymnasium:{name}", observation, action, pool)
-    return env._replace(make_drawn=drawn) if "rgb_array" in modes else env
+    channels_first = _channels_first(name, observation, params)
+    env = spaces.host_environment(
+        f"gymnasium:{name}", observation, action, pool, channels_first=channels_first
+    )
+    return env._replace(make_renderable=drawn) if "rgb_array" in modes else env

@@ -1,10 +1,10 @@
-"""Environments written for gymnax 1.0, registered there or by a user.
+"""Environments of gymnax 1.0, and those that users write for it.
 
-gymnax resets in the step in which an episode ends. That hides the final observation, which a
-truncated episode bootstraps from, so this adapter drives an environment's own ``step_env``,
-``reset_env`` and ``is_truncated``: a *terminated* episode restarts in the same step, as nothing
-follows its end; a *truncated* one first arrives at its true final observation and restarts in the
-next step, which ignores the action. See ``returns.py`` for the rule that reads both.
+gymnax resets in the step in which an episode ends. That hides the final observation, from which a
+truncated episode bootstraps. So this adapter calls an environment's own ``step_env``, ``reset_env``
+and ``is_truncated``: a *terminated* episode is reset in the same step, as nothing follows its end;
+a *truncated* one first arrives at its true final observation and is reset in the next step, which
+ignores the action. ``returns.py`` holds the rule by which both are learned from.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ import numpy as np
 from flax import struct
 
 from podracer.envs import spaces
-from podracer.errors import ConfigError, check_kwargs, unknown
+from podracer.errors import ConfigError, check_kwargs, missing_extra, unknown
 from podracer.types import Array, ArrayTree, Environment, Spec, TimeStep
 
-# Only gymnax's drawing needs these, and they take longer to import than all the rest together.
+# Only gymnax's drawing needs these, and they take longer to import than everything else together.
 PLOTTING = ("matplotlib.pyplot", "seaborn")
 
 
@@ -38,7 +38,7 @@ class GymnaxState(struct.PyTreeNode):
 
 
 def _defer(name: str) -> None:
-    """Has the module of this name loaded when it is first used, not when it is imported."""
+    """Makes the module of this name load when it is first used, not when it is imported."""
     spec = None if name in sys.modules else importlib.util.find_spec(name)
     if spec is None or spec.loader is None:
         return
@@ -51,7 +51,7 @@ def _defer(name: str) -> None:
 
 
 def import_gymnax() -> ModuleType:
-    """gymnax, without the seconds that its plotting libraries take."""
+    """Imports gymnax without the seconds that its plotting libraries take."""
     if "gymnax" not in sys.modules:
         for name in PLOTTING:
             _defer(name)
@@ -59,16 +59,16 @@ def import_gymnax() -> ModuleType:
 
 
 def make(name: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Environment:
-    """An environment that gymnax registers.
+    """An environment that is registered with gymnax.
 
     Args:
-      name: gymnax's id, as "CartPole-v1".
+      name: gymnax's id, such as "CartPole-v1".
       kwargs: for its constructor.
       params: fields of its parameters that differ from their defaults.
 
     Raises:
-      ConfigError: no such environment, argument or parameter; a space agents can't act in; or an
-        environment that can't be made here.
+      ConfigError: no such environment, argument or parameter; a space that agents can't act in; or
+        the environment's data can't be downloaded.
     """
     gymnax = import_gymnax()
     if name not in gymnax.registered_envs:
@@ -93,6 +93,10 @@ def load(path: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Env
       path: "module:Class", importable.
       kwargs: for its constructor.
       params: fields of its parameters that differ from their defaults.
+
+    Raises:
+      ConfigError: no such module or class, a class that is no gymnax environment (it is not
+        called), or arguments or parameters that it does not take.
     """
     module_name, _, attribute = path.partition(":")
     try:
@@ -103,30 +107,26 @@ def load(path: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Env
         raise ConfigError(f"env={path!r}: there is no module {error.name!r}") from error
     if not hasattr(module, attribute):
         raise unknown(f"environment in module {module_name!r}", attribute, vars(module))
-    check_kwargs(path, getattr(module, attribute), kwargs)
-    env = getattr(module, attribute)(**kwargs)
-    missing = [
-        method
-        for method in ("step_env", "reset_env", "is_truncated", "action_space", "default_params")
-        if not hasattr(env, method)
-    ]
-    if missing:
+    cls = getattr(module, attribute)
+    base = import_gymnax().environments.environment.Environment
+    if not (isinstance(cls, type) and issubclass(cls, base)):
         raise ConfigError(
-            f"env={path!r} is no gymnax environment: it lacks {', '.join(missing)}; derive it from "
+            f"env={path!r} is no gymnax environment; it must be a class derived from "
             "gymnax.environments.environment.Environment (gymnax 1.0)"
         )
-    return adapt(env, path, params)
+    check_kwargs(path, cls, kwargs)
+    return adapt(cls(**kwargs), path, params)
 
 
 def _make_render(env: Any, name: str, params: Any) -> Callable[[GymnaxState], np.ndarray]:
-    """``(state) -> picture`` by gymnax's own drawing, which is imported when it is first used.
+    """``(state) -> image`` by gymnax's own drawing, which is imported when it is first used.
 
-    Raises:
-      ConfigError: when called, if gymnax can't draw the environment or lacks a package for it.
+    The function raises ``ConfigError`` if gymnax can't draw the environment or a package that it
+    needs for this is not installed.
     """
 
     def render(state: GymnaxState) -> np.ndarray:
-        # Classic control is drawn by pygame, which else looks for a screen and a sound card.
+        # Classic control is drawn by pygame, which would otherwise open a screen and a sound card.
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
         os.environ.setdefault("SDL_AUDIODRIVER", "dummy")
         vis_gym = importlib.import_module("gymnax.visualize.vis_gym")
@@ -135,19 +135,17 @@ def _make_render(env: Any, name: str, params: Any) -> Callable[[GymnaxState], np
         try:
             return vis_gym.render_gym_frame(env.name, state.env, params)
         except importlib.import_module("gymnasium").error.DependencyNotInstalled as error:
-            raise ConfigError(
-                f"drawing {name} needs the package pygame-ce; pip install -e '.[render]'"
-            ) from error
+            raise missing_extra("render", f"drawing {name}") from error
 
     return render
 
 
 def _plot(env: Any, name: str, params: Any, state: ArrayTree) -> np.ndarray:
-    """A state as gymnax plots it, without title and margins."""
+    """An image of a state as gymnax plots it, without title and margins."""
     visualizer = importlib.import_module("gymnax.visualize").Visualizer(env, params, [state])
     importlib.import_module("matplotlib.pyplot").close(visualizer.fig)
     visualizer.init()
-    # gymnax plots nothing where it does not know the environment, and says nothing either.
+    # gymnax silently plots nothing if it does not know the environment.
     if not hasattr(visualizer, "im"):
         raise ConfigError(f"{name} can't be drawn: gymnax has no drawing of it")
     visualizer.fig.set_size_inches(4, 4)
@@ -159,12 +157,15 @@ def _plot(env: Any, name: str, params: Any, state: ArrayTree) -> np.ndarray:
 
 
 def adapt(env: Any, name: str, changes: Mapping[str, Any]) -> Environment:
-    """A gymnax environment as ours.
+    """Converts a gymnax environment to an ``Environment``.
 
     Args:
       env: an instance.
-      name: what to call it in errors.
+      name: of the environment, for errors.
       changes: fields of its parameters that differ from their defaults.
+
+    Raises:
+      ConfigError: no such parameter, or a space that agents can't act in or observe.
     """
     defaults = env.default_params
     known = {field.name for field in dataclasses.fields(defaults)}
@@ -176,7 +177,7 @@ def adapt(env: Any, name: str, changes: Mapping[str, Any]) -> Environment:
             raise ConfigError(f"env_params.{key} of {name} is {default!r}, got {value!r}")
     params = defaults.replace(**changes)
     action = spaces.action_space(env.action_space(params), name)
-    # A whole number in [0, n) is no quantity: it is given one-hot.
+    # An integer in [0, n) becomes one-hot: it is no quantity.
     classes = getattr(env.observation_space(params), "n", None)
 
     def observe(observation: ArrayTree) -> Array:
@@ -213,5 +214,5 @@ def adapt(env: Any, name: str, changes: Mapping[str, Any]) -> Environment:
             f"{name} observes {type(example.observation).__name__}, a structure of arrays; "
             "networks take a single array"
         )
-    render = _make_render(env, name, params) if hasattr(env, "name") else None
-    return Environment(Spec(example.observation, action), reset, step, render)
+    render = _make_render(env, name, params)
+    return Environment(Spec(example.observation, action), reset, step, render, observe)

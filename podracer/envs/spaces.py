@@ -1,4 +1,4 @@
-"""Observations and actions, as agents see them and as environments give and take them."""
+"""Conversion of observations and actions between environments and agents."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podracer.errors import ConfigError
-from podracer.types import Array, ArrayTree, Box, Discrete, HostEnvironment, Pool, Spec
+from podracer.types import Array, Box, Discrete, HostEnvironment, Pool, Spec
 
 
 def _is_discrete(space: Any) -> bool:
@@ -16,20 +16,20 @@ def _is_discrete(space: Any) -> bool:
 
 
 def action_space(space: Any, name: str) -> Discrete | Box:
-    """The action space of a Gymnasium or gymnax environment.
+    """Converts the action space of a Gymnasium or gymnax environment.
 
     Args:
-      space: theirs.
+      space: Gymnasium's or gymnax's space.
       name: of the environment, for the error.
 
     Raises:
-      ConfigError: agents can't act in it.
+      ConfigError: agents can't act in this space.
     """
     if _is_discrete(space) and int(getattr(space, "start", 0)) == 0:
         return Discrete(int(space.n))
     if hasattr(space, "low") and np.issubdtype(space.dtype, np.floating):
         shape = tuple(space.shape)
-        # float64's largest number, which stands for no bound, is infinite as float32.
+        # The largest float64 stands for "no bound"; as float32 it becomes infinite.
         with np.errstate(over="ignore"):
             low, high = (
                 np.broadcast_to(np.asarray(x, np.float32), shape) for x in (space.low, space.high)
@@ -42,10 +42,10 @@ def action_space(space: Any, name: str) -> Discrete | Box:
 
 
 def to_box(action: Array, box: Box) -> Array:
-    """An agent's unbounded action as the environment takes it.
+    """Scales an agent's action to the environment's units.
 
-    Agents act in units in which [-1, 1] spans a bounded box; what lies outside is clipped. An
-    unbounded side is left as it is.
+    For an agent, [-1, 1] spans a bounded dimension, and numbers outside are clipped. A dimension
+    without two bounds is not scaled, only clipped at the bound that it has.
 
     Args:
       action: ``[..., *box.shape]``, any real number.
@@ -59,14 +59,19 @@ def to_box(action: Array, box: Box) -> Array:
 
 
 def to_environment(action: Array, space: Discrete | Box) -> Array:
-    """An agent's action as the environment takes it."""
+    """An agent's action in the environment's units."""
     return to_box(action, space) if isinstance(space, Box) else action
 
 
-def as_sent(observation: np.ndarray) -> np.ndarray:
-    """Bytes stay bytes, all other numbers become float32: once, before they travel."""
+def to_transfer_dtype(observation: Any) -> Any:
+    """An observation as it is transferred to the device: uint8 stays, all else is float32."""
     dtype = np.uint8 if observation.dtype == np.uint8 else np.float32
     return observation.astype(dtype, copy=False)
+
+
+def is_image(space: Any) -> bool:
+    """Whether a Gymnasium space holds images: uint8 arrays with three axes."""
+    return getattr(space, "dtype", None) == np.uint8 and len(space.shape) == 3
 
 
 def host_environment(
@@ -74,17 +79,20 @@ def host_environment(
     observation: Any,
     action: Any,
     make: Callable[[Sequence[int], int], Pool],
+    *,
+    channels_first: bool = False,
 ) -> HostEnvironment:
-    """An environment on the host, of its Gymnasium spaces.
+    """A host environment from its Gymnasium spaces.
 
-    Images with their channels first are turned into ``[H, W, C]`` on the device, and a whole number
-    of a Discrete space is given one-hot: it is no quantity.
+    An integer of a Discrete space becomes one-hot: it is no quantity.
 
     Args:
-      name: for errors.
+      name: of the environment, for errors.
       observation: Gymnasium's space.
       action: Gymnasium's space.
       make: see ``types.HostEnvironment``.
+      channels_first: the observations are images ``[C, H, W]``, which the device turns into
+        ``[H, W, C]``.
 
     Raises:
       ConfigError: a space that agents can't observe or act in.
@@ -92,24 +100,28 @@ def host_environment(
     actions = action_space(action, name)
 
     def environment(
-        sent: jax.ShapeDtypeStruct, receive: Callable[[ArrayTree, Array], Array]
+        transfer_spec: jax.ShapeDtypeStruct, decode: Callable[[Array], Array]
     ) -> HostEnvironment:
-        def one(sent: Array) -> Array:
-            return receive(sent[None], sent[None])[0]
+        """``decode``: observations as transferred, ``[B, ...]``, to those that agents see."""
 
-        return HostEnvironment(Spec(jax.eval_shape(one, sent), actions), make, sent, receive)
+        def observe(observation: Array) -> Array:
+            return decode(to_transfer_dtype(observation)[None])[0]
+
+        spec = Spec(jax.eval_shape(observe, transfer_spec), actions)
+        return HostEnvironment(spec, make, transfer_spec, lambda x, _: decode(x), observe=observe)
 
     if _is_discrete(observation):
         classes, start = int(observation.n), int(getattr(observation, "start", 0))
-        sent = jax.ShapeDtypeStruct((), jnp.float32)
-        return environment(sent, lambda x, _: jax.nn.one_hot(x.astype(jnp.int32) - start, classes))
+        return environment(
+            jax.ShapeDtypeStruct((), jnp.float32),
+            lambda x: jax.nn.one_hot(x.astype(jnp.int32) - start, classes),
+        )
     if not hasattr(observation, "low"):
         raise ConfigError(
             f"{name} observes {observation}; networks take a single array, of a Box or Discrete"
         )
     dtype = jnp.uint8 if observation.dtype == np.uint8 else jnp.float32
-    sent = jax.ShapeDtypeStruct(observation.shape, dtype)
-    image = dtype == jnp.uint8 and len(sent.shape) == 3
-    if image and sent.shape[0] < sent.shape[2]:
-        return environment(sent, lambda x, _: jnp.moveaxis(x, 1, -1))
-    return environment(sent, lambda x, _: x)
+    transfer_spec = jax.ShapeDtypeStruct(observation.shape, dtype)
+    if channels_first:
+        return environment(transfer_spec, lambda x: jnp.moveaxis(x, 1, -1))
+    return environment(transfer_spec, lambda x: x)

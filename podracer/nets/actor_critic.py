@@ -1,6 +1,6 @@
 """Policy and value networks, from a ``Spec`` and a ``NetworkConfig``.
 
-Modules are Flax NNX, split once into parameters and structure; outside this folder a network is a
+Modules are Flax NNX, split once into parameters and structure. Outside this folder a network is a
 record of pure functions of a plain dictionary of arrays.
 """
 
@@ -23,19 +23,20 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 @dataclasses.dataclass(frozen=True)
 class NetworkConfig:
-    """Which network.
+    """Settings of the network.
 
     Attributes:
       torso: "mlp", or for images [H, W, C] "minatar", "shallow", "nature", "resnet" or the tiny
         "pixels".
-      hidden: sizes of the layers of an "mlp" or "pixels"; () feeds the observation on as it is.
-      activation: between layers, except in "resnet", which is defined with ReLU.
-      core: memory after the torso: "none", "gru" or "lstm".
+      hidden: sizes of the layers of an "mlp" or "pixels"; () passes the flat observation through.
+      activation: of the hidden layers, except in "resnet", which is defined with ReLU.
+      core: the recurrent layer after the torso: "none", "gru" or "lstm".
       core_size: units of the core.
-      shared: policy and value share torso and core, else each has its own.
-      initial_log_std: of a Gaussian policy over a box, in units in which the box is [-1, 1]; with
-        discrete actions it has to stay 0.
-      dtype: what layers compute in; parameters, memory and outputs stay float32.
+      shared: whether policy and value share torso and core; otherwise each has its own.
+      initial_log_std: initial log standard deviation of a Gaussian policy, in units in which the
+        action space is [-1, 1]; must be 0 for discrete actions.
+      dtype: the type that layers compute in, "float32" or "bfloat16"; parameters, carry and outputs
+        are always float32.
     """
 
     torso: str = "mlp"
@@ -68,15 +69,16 @@ class Network(NamedTuple):
 
     Attributes:
       init: ``(key) -> params``.
-      memory: ``(batch size) -> Carry``, initial recurrent memory, ``()`` without a core.
-      apply: ``(params, memory, observation [T, B, ...], first [T, B]) -> (memory, policy, value)``
+      initial_carry: ``(batch size) -> Carry``, the recurrent state at the start of an episode;
+        ``()`` without a core.
+      apply: ``(params, carry, observation [T, B, ...], first [T, B]) -> (carry, policy, value)``
         with distribution parameters ``[T, B, ...]`` and values ``[T, B]``.
-      distribution: reads the policy's output.
-      recurrent: has memory, so that what is learned from must be whole sequences.
+      distribution: makes a distribution of the policy's output.
+      recurrent: whether there is a core, so that the network must be trained on whole sequences.
     """
 
     init: Callable[[Array], Params]
-    memory: Callable[[int], Carry]
+    initial_carry: Callable[[int], Carry]
     apply: Callable[[Params, Carry, Array, Array], tuple[Carry, ArrayTree, Array]]
     distribution: heads.Distribution
     recurrent: bool
@@ -100,22 +102,22 @@ class Branch(nnx.Module):
     def __init__(self, spec: Spec, config: NetworkConfig, *, rngs: nnx.Rngs):
         self.dtype = DTYPES[config.dtype]
         self.torso = _torso(spec, config, self.dtype, rngs)
-        self.core = recurrent.make(
+        self.core = recurrent.make_core(
             config.core, self.torso.out_size, config.core_size, dtype=self.dtype, rngs=rngs
         )
         self.out_size = config.core_size if self.core else self.torso.out_size
 
-    def __call__(self, memory: Carry, observation: Array, first: Array) -> tuple[Carry, Array]:
+    def __call__(self, carry: Carry, observation: Array, first: Array) -> tuple[Carry, Array]:
         time, batch = first.shape
-        # Time is folded into the batch for the torso: it has no memory, and convolutions like it.
+        # The torso has no carry, so time is folded into the batch: convolutions are faster so.
         x = observation.reshape(time * batch, *observation.shape[2:])
         x = x.astype(self.dtype) / 255 if x.dtype == jnp.uint8 else x.astype(self.dtype)
         x = self.torso(x).reshape(time, batch, -1)
-        return (memory, x) if self.core is None else self.core(memory, x, first)
+        return (carry, x) if self.core is None else self.core(carry, x, first)
 
 
 class ActorCritic(nnx.Module):
-    """A policy and a value head, on one branch or on two."""
+    """A policy head and a value head, on a shared branch or on one branch each."""
 
     def __init__(self, spec: Spec, config: NetworkConfig, *, rngs: nnx.Rngs):
         self.actor = Branch(spec, config, rngs=rngs)
@@ -127,26 +129,26 @@ class ActorCritic(nnx.Module):
         self.value = heads.ValueHead(size, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self, memory: Carry, observation: Array, first: Array
+        self, carry: Carry, observation: Array, first: Array
     ) -> tuple[Carry, ArrayTree, Array]:
-        memories = list(memory) or [(), ()]
-        memories[0], x = self.actor(memories[0], observation, first)
+        carries = list(carry) or [(), ()]
+        carries[0], x = self.actor(carries[0], observation, first)
         y = x
         if self.critic is not None:
-            memories[1], y = self.critic(memories[1], observation, first)
-        return (tuple(memories) if memory else ()), self.policy(x), self.value(y)
+            carries[1], y = self.critic(carries[1], observation, first)
+        return (tuple(carries) if carry else ()), self.policy(x), self.value(y)
 
 
-def make(spec: Spec, config: NetworkConfig) -> Network:
+def make_network(spec: Spec, config: NetworkConfig) -> Network:
     """Builds policy and value networks.
 
     Args:
       spec: observation and action spaces.
-      config: which network.
+      config: settings of the network.
 
     Raises:
-      ConfigError: an observation that the torso can't take, or a setting of continuous actions
-        where they are discrete.
+      ConfigError: the torso can't take the observations, or a setting for continuous actions is
+        given where actions are discrete.
     """
     if isinstance(spec.action, Discrete) and config.initial_log_std != 0:
         raise ConfigError(
@@ -160,18 +162,20 @@ def make(spec: Spec, config: NetworkConfig) -> Network:
     def init(key: Array) -> Params:
         return nnx.to_pure_dict(nnx.state(ActorCritic(spec, config, rngs=nnx.Rngs(key))))
 
-    def memory(batch: int) -> Carry:
+    def initial_carry(batch: int) -> Carry:
         if config.core == "none":
             return ()
-        return (recurrent.initial_memory(config.core, config.core_size, batch),) * branches
+        return (recurrent.initial_carry(config.core, config.core_size, batch),) * branches
 
     def apply(
-        params: Params, memory: Carry, observation: Array, first: Array
+        params: Params, carry: Carry, observation: Array, first: Array
     ) -> tuple[Carry, ArrayTree, Array]:
         module = nnx.merge(graphdef, _with_values(state, params))
-        return module(memory, observation, first)
+        return module(carry, observation, first)
 
-    return Network(init, memory, apply, heads.distribution(spec.action), config.core != "none")
+    return Network(
+        init, initial_carry, apply, heads.distribution(spec.action), config.core != "none"
+    )
 
 
 def _with_values(state: nnx.State, params: Params) -> nnx.State:

@@ -1,4 +1,4 @@
-"""Torsos for images ``[N, H, W, C]``: MinAtar's size, two of Atari's, and a tiny one."""
+"""Convolutional torsos for images ``[N, H, W, C]``: one for MinAtar, two for Atari, a tiny one."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from podracer.errors import ConfigError
-from podracer.nets.convolve import convolve
 from podracer.nets.mlp import MLP, linear
+from podracer.xla_cpu.convolution import convolve
 
 # (channels, kernel, stride) of each layer, and the size of the dense layer after them.
 LAYERS = {
@@ -22,7 +22,7 @@ LAYERS = {
 
 
 def image_shape(name: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """Checks that an observation is an image, which a convolution needs."""
+    """The shape of an observation, if it is an image; else raises ``ConfigError``."""
     if len(shape) != 3:
         raise ConfigError(
             f"network.torso={name!r} needs observations [height, width, channels], got shape "
@@ -42,7 +42,7 @@ def conv(
     dtype: jnp.dtype,
     rngs: nnx.Rngs,
 ) -> nnx.Conv:
-    """A square convolution with float32 parameters, orthogonal init, computing in dtype."""
+    """A square convolution: float32 parameters, orthogonal init, computing in ``dtype``."""
     return nnx.Conv(
         in_channels,
         channels,
@@ -58,8 +58,8 @@ def conv(
 
 
 class Pixels(nnx.Module):
-    """Every fourth pixel of every fourth row through an MLP: so small that a run waits for its
-    environments alone."""
+    """An MLP on every fourth pixel of every fourth row: so small that only the environments limit
+    the speed of a run."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Pixels(nnx.Module):
 
 
 class Conv(nnx.Module):
-    """Convolutions without padding, each with an activation, then one dense layer."""
+    """Convolutions without padding, each followed by an activation, then one dense layer."""
 
     def __init__(
         self,

@@ -2,8 +2,8 @@
 
 Box actions use a *clipped* diagonal Gaussian: the agent's action is the unbounded sample, in units
 in which [-1, 1] spans the box, and the environment clips and scales it (``envs/spaces.py``). The
-log-probability is the Gaussian density of the very number that the trajectory stores, so importance
-ratios are exact; clipping belongs to the environment's dynamics.
+log-probability is the Gaussian density of exactly the number that the trajectory stores, so that
+importance ratios are exact; clipping is part of the environment's dynamics.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class CategoricalHead(nnx.Module):
 class GaussianHead(nnx.Module):
     """Features ``[..., F]`` -> (mean, log standard deviation), each ``[..., *shape]`` float32.
 
-    The standard deviation is a parameter of its own, the same in every state, as in PPO's paper
+    The standard deviation is a parameter that does not depend on the state, as in PPO's paper
     (https://arxiv.org/abs/1707.06347, section 6.1).
     """
 
@@ -63,14 +63,14 @@ def policy_head(
     dtype: jnp.dtype,
     rngs: nnx.Rngs,
 ) -> CategoricalHead | GaussianHead:
-    """The head that fits an action space."""
+    """The head for an action space."""
     if isinstance(action, Discrete):
         return CategoricalHead(in_size, action, dtype=dtype, rngs=rngs)
     return GaussianHead(in_size, action, initial_log_std, dtype=dtype, rngs=rngs)
 
 
 def distribution(action: Discrete | Box) -> Distribution:
-    """How to read the output of ``policy_head``: distribution parameters -> ``distrax`` object."""
+    """The function that makes a ``distrax`` distribution of the output of ``policy_head``."""
     if isinstance(action, Discrete):
         return lambda logits: distrax.Categorical(logits=logits)
     event_rank = len(action.shape)
@@ -88,5 +88,5 @@ class ValueHead(nnx.Module):
 
 
 def sample(distribution: Distribution, params: ArrayTree, keys: Array) -> Array:
-    """One action an environment, ``[B, ...]``, each from its own key ``[B]``."""
+    """One action per environment, ``[B, ...]``, each drawn with its own key ``[B]``."""
     return jax.vmap(lambda key, p: distribution(p).sample(seed=key))(keys, params)

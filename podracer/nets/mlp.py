@@ -20,7 +20,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def activation(name: str) -> Callable[[jax.Array], jax.Array]:
-    """The activation of that name; ``ConfigError`` with the nearest names if there is none."""
+    """The activation with this name; ``ConfigError`` with the nearest names if there is none."""
     if name not in ACTIVATIONS:
         raise unknown("activation", name, ACTIVATIONS)
     return ACTIVATIONS[name]
@@ -29,7 +29,7 @@ def activation(name: str) -> Callable[[jax.Array], jax.Array]:
 def linear(
     in_size: int, out_size: int, scale: float, *, dtype: jnp.dtype, rngs: nnx.Rngs
 ) -> nnx.Linear:
-    """A dense layer with float32 parameters, orthogonal with the given gain, computing in dtype."""
+    """A dense layer: float32 parameters, orthogonal with gain ``scale``, computing in ``dtype``."""
     init = nnx.initializers.orthogonal(scale)
     return nnx.Linear(in_size, out_size, kernel_init=init, dtype=dtype, rngs=rngs)
 

@@ -1,4 +1,4 @@
-"""Recurrent cores: a Flax cell scanned over time, its memory reset where an episode begins."""
+"""Recurrent cores: a Flax cell scanned over time, whose carry is reset where an episode begins."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from podracer.types import Array, Carry
 CELLS = {"gru": nnx.GRUCell, "lstm": nnx.OptimizedLSTMCell}
 
 
-def initial_memory(core: str, size: int, batch: int) -> Carry:
+def initial_carry(core: str, size: int, batch: int) -> Carry:
     """Zeros ``[B, size]``: one array for a GRU, the pair (cell, hidden) for an LSTM."""
     zeros = jnp.zeros((batch, size))
     return (zeros, zeros) if core == "lstm" else zeros
@@ -21,26 +21,26 @@ class Recurrent(nnx.Module):
     def __init__(self, core: str, in_size: int, size: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.cell = CELLS[core](in_size, size, dtype=dtype, rngs=rngs)
 
-    def __call__(self, memory: Carry, x: Array, first: Array) -> tuple[Carry, Array]:
-        """Returns memory ``[B, size]`` after the last step, and outputs ``[T, B, size]``.
+    def __call__(self, carry: Carry, x: Array, first: Array) -> tuple[Carry, Array]:
+        """Returns the carry ``[B, size]`` after the last step, and outputs ``[T, B, size]``.
 
         Args:
-          memory: on entering the first step.
+          carry: before the first step.
           x: ``[T, B, in_size]``.
-          first: ``[T, B]`` bool, where memory is zeroed before the step.
+          first: ``[T, B]`` bool, where the carry is zeroed before the step.
         """
 
-        def step(memory: Carry, inputs: tuple[Array, Array]) -> tuple[Carry, Array]:
+        def step(carry: Carry, inputs: tuple[Array, Array]) -> tuple[Carry, Array]:
             x, first = inputs
-            memory = jax.tree.map(lambda m: jnp.where(first[:, None], 0.0, m), memory)
-            new, y = self.cell(memory, x)
-            # Memory stays float32 between steps, whatever the cell computes in.
-            return jax.tree.map(lambda n, m: n.astype(m.dtype), new, memory), y
+            carry = jax.tree.map(lambda m: jnp.where(first[:, None], 0.0, m), carry)
+            new, y = self.cell(carry, x)
+            # The carry stays float32 between steps, whatever the cell computes in.
+            return jax.tree.map(lambda n, m: n.astype(m.dtype), new, carry), y
 
-        return jax.lax.scan(step, memory, (x, first))
+        return jax.lax.scan(step, carry, (x, first))
 
 
-def make(
+def make_core(
     core: str, in_size: int, size: int, *, dtype: jnp.dtype, rngs: nnx.Rngs
 ) -> Recurrent | None:
     """The core of that name, or None for "none"."""

@@ -47,7 +47,7 @@ class ResNet(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         for layer, bias, section in zip(self.convs, self.biases, self.blocks, strict=True):
             x = nnx.max_pool(layer(x), (3, 3), strides=(2, 2), padding="SAME")
-            # After the pool it is the same, and its gradient sums a quarter as many elements.
+            # The bias commutes with the pool; here its gradient sums a quarter as many elements.
             x = x + bias.astype(x.dtype)
             for block in section:
                 x = block(x)

@@ -1,6 +1,6 @@
-"""Plans a run for a TPU slice that is not there yet, with the real TPU compiler."""
+"""Plans runs for TPU slices with the TPU compiler, on a machine without a TPU."""
 
 from podracer.plan.chips import get_slice
-from podracer.plan.estimate import Plan, make
+from podracer.plan.estimate import Plan, make_plan
 
-__all__ = ["Plan", "get_slice", "make"]
+__all__ = ["Plan", "get_slice", "make_plan"]

@@ -11,14 +11,14 @@ import jax
 from absl import flags
 from rich.console import Console
 
-from podracer import cli
 from podracer import config as config_lib
 from podracer.config import Config
-from podracer.errors import ConfigError
+from podracer.errors import ConfigError, run_command
 from podracer.plan import chips, estimate, programs, table
 from podracer.plan.estimate import Plan
+from podracer.training import command_line
 
-# libtpu looks for the machine's TPU unless it is told what there is, and keeps it to one process.
+# Without these, libtpu searches for a TPU of this machine, and locks it to one process.
 ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -29,69 +29,82 @@ ENVIRONMENT = {
 }
 
 
-def _flags() -> flags.FlagValues:
-    values = flags.FlagValues()
-    flags.DEFINE_multi_string(
-        "topology", [], "A slice, as v5e:4x4; several give a scaling table", flag_values=values
-    )
-    flags.DEFINE_integer("num_slices", 1, "That many of each", flag_values=values)
-    flags.DEFINE_string(
-        "arch", "", "anakin or sebulba; default: by the environment", flag_values=values
-    )
-    flags.DEFINE_integer(
-        "envs_per_core",
+FLAGS: dict[str, command_line.Flag] = {
+    "topology": (
+        flags.DEFINE_multi_string,
+        [],
+        "TPU slice, such as v5e:4x4; repeat the flag for a table of slices",
+    ),
+    "num_slices": (
+        flags.DEFINE_integer,
+        1,
+        "Number of slices of each topology, connected by the data centre's network",
+    ),
+    "arch": (
+        flags.DEFINE_string,
+        "",
+        "anakin or sebulba; default: the one that the environment needs",
+    ),
+    "envs_per_core": (
+        flags.DEFINE_integer,
         0,
-        "Environments for each core that learns, in place of the config's num_envs",
-        flag_values=values,
-    )
-    flags.DEFINE_bool("json", False, "Print JSON instead of tables", flag_values=values)
-    return values
+        "Environments per learner core, instead of the config's num_envs",
+    ),
+    "json": (flags.DEFINE_bool, False, "Print JSON instead of tables"),
+}
 
 
-def plans(config: Config, values: flags.FlagValues) -> list[Plan]:
-    """A plan for each slice that a command line names."""
-    if not values.topology:
+def make_plans(
+    config: Config, topology: Sequence[str], num_slices: int, arch: str, envs_per_core: int
+) -> list[Plan]:
+    """Makes a plan for each topology; see ``FLAGS`` for the arguments.
+
+    Raises:
+      ConfigError: an argument is missing or impossible, or sizes don't fit a slice.
+    """
+    if not topology:
         raise ConfigError(
-            f"--topology is missing; known are {', '.join(chips.TOPOLOGIES)}, as --topology=v5e:4x4"
+            "--topology is missing; give for example --topology=v5e:4x4, or another one of "
+            f"{', '.join(chips.TOPOLOGIES)}"
         )
-    if values.num_slices <= 0 or values.envs_per_core < 0:
+    if num_slices <= 0 or envs_per_core < 0:
         raise ConfigError(
             "--num_slices must be positive and --envs_per_core not negative, got "
-            f"{values.num_slices} and {values.envs_per_core}"
+            f"{num_slices} and {envs_per_core}"
         )
-    arch = programs.architecture(config, values.arch)
-    slices = [chips.get_slice(name, values.num_slices) for name in values.topology]
+    arch = programs.resolve_architecture(config, arch)
+    slices = [chips.get_slice(name, num_slices) for name in topology]
     env = programs.make_env(config, arch)
-    made, known = [], {}
-    for where in slices:
-        here = config
-        if values.envs_per_core:
-            learners = programs.num_learners(config, arch, where)
-            here = dataclasses.replace(config, num_envs=values.envs_per_core * learners)
-        made.append(estimate.make(here, arch, env, where, known))
-    return made
+    plans, cache = [], {}
+    for tpu_slice in slices:
+        scaled = config
+        if envs_per_core:
+            learners = programs.num_learner_devices(config, arch, tpu_slice)
+            scaled = dataclasses.replace(config, num_envs=envs_per_core * learners)
+        plans.append(estimate.make_plan(scaled, arch, env, tpu_slice, cache))
+    return plans
 
 
 def main(argv: Sequence[str]) -> None:
-    """Plans as a command line says, and prints it."""
-    values = _flags()
-    config, _ = cli.parse_config(argv, values)
-    made = plans(config_lib.parse(config), values)
-    if values.json:
+    """Makes and prints the plans of a command line; ``argv`` includes the program's name."""
+    config, _, options = command_line.parse_config("plan", FLAGS, argv)
+    as_json = options.pop("json")
+    plans = make_plans(config_lib.parse(config), **options)
+    if as_json:
         versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
-        rows = [dataclasses.asdict(plan) for plan in made]
+        rows = [dataclasses.asdict(plan) for plan in plans]
         print(json.dumps({"versions": versions, "plans": rows}, indent=2))
         return
     console = Console(width=None if sys.stdout.isatty() else 160)
-    if len(made) == 1:
-        table.one(made[0], console)
+    if len(plans) == 1:
+        table.print_plan(plans[0], console)
     else:
-        table.scaling(made, console)
+        table.print_scaling(plans, console)
 
 
 if __name__ == "__main__":
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
-    # Whatever devices this machine has: nothing is run here.
+    # Nothing is executed, so that the accelerators of this machine are left alone.
     jax.config.update("jax_platforms", "cpu")
-    sys.exit(cli.exit_code(lambda: main(sys.argv)))
+    sys.exit(run_command(lambda: main(sys.argv)))

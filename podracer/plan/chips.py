@@ -1,4 +1,4 @@
-"""TPU chips: what is published of them, and the slices that the compiler knows."""
+"""Published specifications of TPU chips, and the slices that the compiler can target."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -7,24 +7,25 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import topologies
 
-from podracer.errors import ConfigError, unknown
+from podracer.errors import ConfigError, missing_extra, unknown
 from podracer.types import Device
 
 GIB = 2**30
 
 
 class Chip(NamedTuple):
-    """Published peaks of a chip; a core has its share where JAX sees each core as a device.
+    """Published peaks of a whole chip. v2 and v3 chips have two cores, which JAX sees as devices.
 
     Attributes:
-      flops: a second, bfloat16 (what a TPU multiplies float32 matrices in, too, by JAX's default).
+      flops: floating point operations per second in bfloat16, in which JAX by default multiplies
+        float32 matrices on a TPU, too.
       memory: bytes of HBM.
-      bandwidth: bytes a second of HBM.
-      interconnect: bytes a second to its neighbours in a slice, one way, over all links.
-      clock: cycles a second, None where it is not published.
+      bandwidth: bytes per second of HBM.
+      interconnect: bytes per second to its neighbours in a slice, one way, over all links.
+      clock: cycles per second; None if it is not published.
       slices: shapes that can be rented.
-      source: of these numbers.
-      options: for ``get_topology_desc``, where its defaults are not JAX's own on that chip.
+      source: URL of these numbers.
+      options: options of ``get_topology_desc`` whose defaults differ from JAX on this chip.
     """
 
     flops: float
@@ -41,10 +42,11 @@ _FLAT = ("2x2", "4x4", "4x8", "8x8", "8x16", "16x16")
 _LITE = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16")
 _CUBES = (*_CUBES, "8x16x16")
-# v2 and v3: table 1 there, links of 4 x 496 and 4 x 656 Gbit/s.
+# Table 1, for v2 and v3: links of 4 x 496 and 4 x 656 Gbit/s.
 _DOMAIN_SPECIFIC = "https://dl.acm.org/doi/10.1145/3360307"
 _DOCS = "https://docs.cloud.google.com/tpu/docs/"
-# Clocks of v5e and v5p are their peaks by what their matrix units (128 x 128) do in a cycle.
+# The clocks of v5e and v5p are their peaks divided by the operations that their matrix units
+# (128 x 128) execute in a cycle.
 CHIPS = {
     "v2": Chip(46e12, 16 * GIB, 700e9, 248e9, 0.7e9, _FLAT, _DOMAIN_SPECIFIC),
     "v3": Chip(
@@ -64,7 +66,7 @@ CHIPS = {
         1.05e9,
         (*_CUBES, "16x16x16"),
         _DOCS + "v4",
-        # Both cores of a chip as one device.
+        # Both cores of a chip are one device.
         (("chip_config_name", "megacore"),),
     ),
     "v5e": Chip(197e12, 16 * GIB, 819e9, 200e9, 1.5e9, _LITE, _DOCS + "v5e"),
@@ -77,13 +79,13 @@ TOPOLOGIES = tuple(f"{name}:{shape}" for name, chip in CHIPS.items() for shape i
 
 
 class Slice(NamedTuple):
-    """Chips that are not there, as the compiler sees them.
+    """One or several slices of the same topology, which this machine does not have.
 
     Attributes:
-      topology: its name.
-      num_slices: that many of it, joined by the data centre's network.
-      chip: which.
-      devices: of JAX, of all slices.
+      topology: name of the topology, such as "v5e:4x4".
+      num_slices: number of slices, connected by the data centre's network.
+      chip: specifications of the chip.
+      devices: JAX's descriptions of the devices of all slices.
     """
 
     topology: str
@@ -101,18 +103,22 @@ class Slice(NamedTuple):
 
     @property
     def num_chips(self) -> int:
-        """In all slices."""
-        places = {(getattr(d, "slice_index", 0), *d.coords) for d in self.devices}
-        return len(places)
+        """The number of chips in all slices."""
+        chips = {(getattr(d, "slice_index", 0), *d.coords) for d in self.devices}
+        return len(chips)
 
     @property
-    def share(self) -> float:
-        """Of a chip, that one device is."""
+    def chips_per_device(self) -> float:
+        """The fraction of a chip that a device is: 0.5 if each core is a device, else 1."""
         return self.num_chips / len(self.devices)
 
 
 def get_slice(topology: str, num_slices: int = 1) -> Slice:
-    """The slice of that name, as "v5e:4x4"; needs libtpu, but no TPU.
+    """Describes a slice for the compiler; needs libtpu, but no TPU.
+
+    Args:
+      topology: name of the topology, such as "v5e:4x4".
+      num_slices: number of slices of it.
 
     Raises:
       ConfigError: libtpu is missing, or there is no such slice.
@@ -121,9 +127,7 @@ def get_slice(topology: str, num_slices: int = 1) -> Slice:
     if kind not in CHIPS:
         raise unknown("topology", topology, TOPOLOGIES)
     if importlib.util.find_spec("libtpu") is None:
-        raise ConfigError(
-            "the TPU compiler is not installed; get it by pip install 'podracer[tpu]'"
-        )
+        raise missing_extra("tpu", "planning for a TPU")
     chip = CHIPS[kind]
     options = dict(chip.options)
     if shape == "1x1":

@@ -1,9 +1,9 @@
-"""What a device runs in one call of a compiled program, how often, and what each of it costs.
+"""What a compiled program executes on each device: instructions, how often, and their costs.
 
 ``cost_analysis()`` counts the body of a loop once, whatever its trip count. Here trip counts are
-read from the text and multiplied in. What is counted for an instruction is what XLA's own analysis
-counts (``tests/test_hlo.py`` compares them), but for bytes: only those of the device's main memory
-are, with the padding of their layout.
+read from the text of the program and multiplied in. An instruction's flops and bytes are those of
+XLA's own analysis (``tests/plan/test_hlo.py`` compares them), except that only bytes of the
+device's main memory are counted, including the padding of their layout.
 """
 
 import math
@@ -15,30 +15,31 @@ from podracer.plan.hlo import NAME, Computation, Instruction, Module, parse
 
 
 class Kernel(NamedTuple):
-    """What a device runs as one piece.
+    """An instruction that a device executes.
 
     Attributes:
-      name: of its instruction.
-      opcode: what it does, without "-start" where it runs beside others.
-      times: how often in one call of the program.
-      flops: of one time.
-      bytes: to and from the device's main memory, of one time.
-      cycles: that the compiler itself expects, of one time; 0 where it says nothing.
-      sent: bytes that a collective combines, or that go to another slice ("send"), of one time; 0
-        for all others.
-      host: it waits for the host or moves data to or from it.
-      counted: all loops around it have known trip counts; the others count as one.
+      name: name of the instruction.
+      opcode: the operation, without the suffix "-start" of asynchronous ones.
+      executions: number of executions in one call of the program.
+      flops: floating point operations of one execution.
+      bytes: bytes that one execution reads from and writes to the device's main memory.
+      cycles: the compiler's estimate of the cycles of one execution; 0 if it has none.
+      comm_bytes: bytes that one execution of a collective combines, or of a "send" transfers to
+        another slice; 0 for all other instructions.
+      host_transfer: whether it waits for the host or moves data to or from it.
+      known_trips: whether all loops around it have known trip counts; a loop whose trip count
+        depends on data is counted as one iteration.
     """
 
     name: str
     opcode: str
-    times: int
+    executions: int
     flops: float
     bytes: int
     cycles: int
-    sent: int
-    host: bool
-    counted: bool
+    comm_bytes: int
+    host_transfer: bool
+    known_trips: bool
 
 
 COLLECTIVES = {
@@ -46,13 +47,14 @@ COLLECTIVES = {
     "collective-broadcast", "ragged-all-to-all",
 }  # fmt: skip
 _HOST = {"infeed", "outfeed", "send", "recv"}
-# Those that move nothing.
+# Instructions that neither compute nor move anything.
 _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
     "replica-id", "opt-barrier", "add-dependency",
 }  # fmt: skip
 _FREE_CALLS = ("AllocateBuffer", "AssumeGatherIndicesInBound")
-# One operation for each element of the result, as XLA counts them; exp, log, tanh, ... are none.
+# One operation per element of the result, as XLA counts them. XLA counts exp, log, tanh, ... apart,
+# as transcendentals.
 _ELEMENTWISE = {
     "abs", "add", "and", "ceil", "clamp", "compare", "convert", "count-leading-zeros", "divide",
     "floor", "is-finite", "maximum", "minimum", "multiply", "negate", "not", "or", "popcnt",
@@ -62,33 +64,48 @@ _ELEMENTWISE = {
 
 
 def kernels(text: str) -> list[Kernel]:
-    """All that one call of the program of ``compiled.as_text()`` runs on one device."""
+    """The instructions that one call of a program executes on one device.
+
+    Args:
+      text: text of the program, ``compiled.as_text()``.
+    """
     module = parse(text)
-    return list(_run(module, module.computations[module.entry], 1, True))
+    return list(_execute(module, module.computations[module.entry], 1, True))
 
 
-def _run(module: Module, where: Computation, times: int, counted: bool) -> Iterator[Kernel]:
-    for instruction in where.instructions.values():
+def _execute(
+    module: Module, computation: Computation, executions: int, known_trips: bool
+) -> Iterator[Kernel]:
+    """The kernels of ``executions`` executions of a computation."""
+    for instruction in computation.instructions.values():
         opcode = instruction.opcode
         if opcode == "while":
-            trips = trip_count(module, where, instruction)
+            trips = trip_count(module, computation, instruction)
             body = module.computations[_called(instruction, "body")]
-            known = counted and trips is not None
-            yield from _run(module, body, times * (1 if trips is None else trips), known)
+            known = known_trips and trips is not None
+            yield from _execute(module, body, executions * (1 if trips is None else trips), known)
         elif opcode in ("call", "async-start"):
             name = _called(instruction, "to_apply" if opcode == "call" else "calls")
-            yield from _run(module, module.computations[name], times, counted)
+            yield from _execute(module, module.computations[name], executions, known_trips)
         elif opcode == "conditional":
-            branches = NAME.findall(instruction.attributes.partition("metadata=")[0])
-            runs = [list(_run(module, module.computations[b], times, counted)) for b in branches]
-            # Which one is taken is not known: the dearest.
-            yield from max(runs, key=lambda run: sum(k.times * (k.flops + k.bytes) for k in run))
-        elif not _free(instruction):
-            yield _kernel(module, where, instruction, times, counted)
+            names = NAME.findall(instruction.attributes.partition("metadata=")[0])
+            branches = [
+                list(_execute(module, module.computations[name], executions, known_trips))
+                for name in names
+            ]
+            # The branch taken depends on data; assume the most expensive one.
+            yield from max(branches, key=_work)
+        elif not _is_free(instruction):
+            yield _kernel(module, computation, instruction, executions, known_trips)
 
 
-def _free(instruction: Instruction) -> bool:
-    """It is only there for the compiler, or was counted where it started."""
+def _work(kernels: list[Kernel]) -> float:
+    """Flops and bytes together, to compare the branches of a conditional."""
+    return sum(k.executions * (k.flops + k.bytes) for k in kernels)
+
+
+def _is_free(instruction: Instruction) -> bool:
+    """Whether an instruction costs nothing, or its cost is that of the "-start" before it."""
     opcode = instruction.opcode
     if opcode == "custom-call":
         return any(f'"{name}"' in instruction.attributes for name in _FREE_CALLS)
@@ -96,39 +113,46 @@ def _free(instruction: Instruction) -> bool:
 
 
 def _kernel(
-    module: Module, where: Computation, instruction: Instruction, times: int, counted: bool
+    module: Module,
+    computation: Computation,
+    instruction: Instruction,
+    executions: int,
+    known_trips: bool,
 ) -> Kernel:
     opcode = instruction.opcode.removesuffix("-start")
     cycles = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
-    operands = [where.instructions[name] for name in instruction.operands]
-    # What goes to other slices leaves by way of the host's network, but no code there waits for it.
-    abroad = opcode in ("send", "recv") and "megascale" in instruction.attributes
+    operands = [computation.instructions[name] for name in instruction.operands]
+    # Transfers to other slices pass through the hosts' network, but don't wait for code on a host.
+    to_slice = opcode in ("send", "recv") and "megascale" in instruction.attributes
     target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
+    callback = bool(target and re.search("callback|Host", target[1]))
+    communicates = opcode in COLLECTIVES or to_slice
     return Kernel(
-        instruction.name,
-        opcode,
-        times,
-        _flops(module, where, instruction),
-        _bytes(module, where, instruction),
-        int(cycles[1]) if cycles else 0,
-        sum(s.size for o in operands for s in o.shapes) if opcode in COLLECTIVES or abroad else 0,
-        (opcode in _HOST and not abroad) or bool(target and re.search("callback|Host", target[1])),
-        counted,
+        name=instruction.name,
+        opcode=opcode,
+        executions=executions,
+        flops=_flops(module, computation, instruction),
+        bytes=_bytes(module, computation, instruction),
+        cycles=int(cycles[1]) if cycles else 0,
+        comm_bytes=sum(s.num_bytes for o in operands for s in o.shapes) if communicates else 0,
+        host_transfer=(opcode in _HOST and not to_slice) or callback,
+        known_trips=known_trips,
     )
 
 
 def _called(instruction: Instruction, key: str) -> str:
+    """The name of the computation that an instruction calls as ``key``."""
     match = re.search(rf"\b{key}=%?([\w.\-]+)", instruction.attributes)
     if match is None:
-        raise ValueError(f"{instruction.opcode} {instruction.name} names no {key}")
+        raise ValueError(f"{instruction.opcode} {instruction.name} has no {key}")
     return match[1]
 
 
-def trip_count(module: Module, where: Computation, loop: Instruction) -> int | None:
-    """How often the body of a while loop runs; None if that depends on data.
+def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
+    """The number of iterations of a while loop in ``computation``; None if it depends on data.
 
-    Either the compiler has written it down, or the loop has the form of every scan: a counter that
-    starts at a constant, grows by one, and is compared with one.
+    It is known if the compiler has annotated it, or if the loop has the form of a scan: a counter
+    that starts at a constant, is incremented by a constant, and is compared with a constant.
     """
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
     if known:
@@ -141,15 +165,16 @@ def trip_count(module: Module, where: Computation, loop: Instruction) -> int | N
     counter = condition.instructions[test[1][0]]
     index = re.search(r"index=(\d+)", counter.attributes)
     limit = _constant(condition, test[1][1])
-    start_of = where.instructions[loop.operands[0]]
-    if index is None or limit is None or start_of.opcode != "tuple":
+    initial = computation.instructions[loop.operands[0]]
+    if index is None or limit is None or initial.opcode != "tuple":
         return None
-    start = _constant(where, start_of.operands[int(index[1])])
+    start = _constant(computation, initial.operands[int(index[1])])
     step = _step(module, body, int(index[1]))
     return None if start is None or step is None else max(0, -(-(limit - start) // step))
 
 
 def _step(module: Module, body: Computation, index: int) -> int | None:
+    """The constant that a loop's body adds to element ``index`` of its state; None if none."""
     """By how much a loop's counter grows, None if not by a constant."""
     if body.root.opcode != "tuple":
         return None
@@ -161,9 +186,12 @@ def _step(module: Module, body: Computation, index: int) -> int | None:
 
 
 def _operation(
-    module: Module, where: Computation, instruction: Instruction
+    module: Module, computation: Computation, instruction: Instruction
 ) -> tuple[Instruction, tuple[str, ...]] | None:
-    """An operation and its operands' names in ``where``, also where it is all of a fusion."""
+    """An operation and the names of its operands in ``computation``.
+
+    If the instruction is a fusion of a single operation, that operation; None for other fusions.
+    """
     if instruction.opcode != "fusion":
         return instruction, instruction.operands
     fused = module.computations[_called(instruction, "calls")]
@@ -173,17 +201,18 @@ def _operation(
     return fused.root, tuple(instruction.operands[int(i.arguments)] for i in inner)
 
 
-def _constant(where: Computation, name: str) -> int | None:
-    instruction = where.instructions[name]
+def _constant(computation: Computation, name: str) -> int | None:
+    """The value of an instruction if it is an integer constant, else None."""
+    instruction = computation.instructions[name]
     while instruction.opcode in ("copy", "bitcast", "convert"):
-        instruction = where.instructions[instruction.operands[0]]
+        instruction = computation.instructions[instruction.operands[0]]
     if instruction.opcode != "constant" or not re.fullmatch(r"-?\d+", instruction.arguments):
         return None
     return int(instruction.arguments)
 
 
-def _flops(module: Module, where: Computation, instruction: Instruction) -> float:
-    """As XLA's own analysis counts them."""
+def _flops(module: Module, computation: Computation, instruction: Instruction) -> float:
+    """Floating point operations, counted as in XLA's own analysis."""
     opcode, out = instruction.opcode, sum(math.prod(s.dims) for s in instruction.shapes[:1])
     if opcode == "fusion":
         fused = module.computations[_called(instruction, "calls")]
@@ -191,9 +220,9 @@ def _flops(module: Module, where: Computation, instruction: Instruction) -> floa
     if opcode in _ELEMENTWISE:
         return out
     if opcode in ("dot", "convolution"):
-        return 2 * out * _products(where, instruction)
+        return 2 * out * _products_per_output(computation, instruction)
     if opcode in ("reduce", "reduce-window"):
-        combined = math.prod(where.instructions[instruction.operands[0]].shapes[0].dims) - out
+        combined = math.prod(computation.instructions[instruction.operands[0]].shapes[0].dims) - out
         if opcode == "reduce-window":
             combined = out * (math.prod(_window(instruction, "size", 1)) - 1)
         function = module.computations[_called(instruction, "to_apply")]
@@ -202,9 +231,11 @@ def _flops(module: Module, where: Computation, instruction: Instruction) -> floa
     return 0
 
 
-def _products(where: Computation, instruction: Instruction) -> float:
-    """Of how many products each element of a dot or a convolution is the sum, on average."""
-    left, right = (where.instructions[name].shapes[0].dims for name in instruction.operands[:2])
+def _products_per_output(computation: Computation, instruction: Instruction) -> float:
+    """The mean number of products that are summed for an element of a dot or a convolution."""
+    left, right = (
+        computation.instructions[name].shapes[0].dims for name in instruction.operands[:2]
+    )
     if instruction.opcode == "dot":
         contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
         return math.prod(
@@ -224,21 +255,40 @@ def _products(where: Computation, instruction: Instruction) -> float:
         _window(instruction, "pad", 0, len(spatial)),
         strict=True,
     )
-    for label, (stride, spread, dilation, low) in zip(spatial, windows, strict=True):
+    for label, window in zip(spatial, windows, strict=True):
         n, k, m = left[inputs.index(label)], right[kernel.index(label)], out[output.index(label)]
-        products *= _overlaps(n, k, m, stride, spread, dilation, low) / m
+        products *= _overlaps(n, k, m, *window) / m
     return products
 
 
-def _overlaps(n: int, k: int, m: int, stride: int, spread: int, dilation: int, low: int) -> int:
-    """Pairs of an output's and a kernel's place along one axis that meet an input, not padding."""
-    span = (n - 1) * spread + 1
-    places = (o * stride + j * dilation - low for o in range(m) for j in range(k))
-    return sum(0 <= place < span and place % spread == 0 for place in places)
+def _overlaps(
+    n: int, k: int, m: int, stride: int, lhs_dilation: int, rhs_dilation: int, pad: int
+) -> int:
+    """The number of (output, kernel) positions along one axis that read an input, not padding.
+
+    Args:
+      n: input size.
+      k: kernel size.
+      m: output size.
+      stride: stride of the window.
+      lhs_dilation: dilation of the input.
+      rhs_dilation: dilation of the kernel.
+      pad: padding before the input.
+    """
+    dilated = (n - 1) * lhs_dilation + 1
+    positions = (o * stride + j * rhs_dilation - pad for o in range(m) for j in range(k))
+    return sum(0 <= x < dilated and x % lhs_dilation == 0 for x in positions)
 
 
 def _window(instruction: Instruction, key: str, default: int, rank: int = 0) -> list[int]:
-    """A field of ``window={size=3x3 pad=1_1x1_1 ...}``; of pads, the lower ones."""
+    """A field of ``window={size=3x3 pad=1_1x1_1 ...}`` by axis; for pad, the padding before.
+
+    Args:
+      instruction: the instruction with the window.
+      key: name of the field.
+      default: value for each axis if there is no such field.
+      rank: number of axes if there is no such field.
+    """
     window = re.search(r"window=\{([^}]*)\}", instruction.attributes)
     field = re.search(rf"\b{key}=(\S+)", window[1]) if window else None
     if field is None:
@@ -246,65 +296,68 @@ def _window(instruction: Instruction, key: str, default: int, rank: int = 0) -> 
     return [int(part.partition("_")[0]) for part in field[1].split("x")]
 
 
-def _stored(instruction: Instruction) -> int:
-    return sum(shape.stored for shape in instruction.shapes)
+def _hbm_bytes(instruction: Instruction) -> int:
+    """Size of an instruction's result in main memory."""
+    return sum(shape.hbm_bytes for shape in instruction.shapes)
 
 
-def _bytes(module: Module, where: Computation, instruction: Instruction) -> int:
-    """To and from the device's main memory."""
-    operands = [where.instructions[name] for name in instruction.operands]
+def _bytes(module: Module, computation: Computation, instruction: Instruction) -> int:
+    """Bytes that an instruction reads from and writes to the device's main memory."""
+    operands = [computation.instructions[name] for name in instruction.operands]
     opcode = instruction.opcode
     if opcode == "fusion":
         fused = module.computations[_called(instruction, "calls")]
         return _fusion_bytes(fused, instruction, operands)
     if opcode in ("dynamic-slice", "slice"):
-        return _stored(instruction) + (instruction.shapes[0].size if _stored(operands[0]) else 0)
+        read = instruction.shapes[0].num_bytes if _hbm_bytes(operands[0]) else 0
+        return _hbm_bytes(instruction) + read
     if opcode == "gather":
-        read = instruction.shapes[0].size if _stored(operands[0]) else 0
-        return _stored(instruction) + read + _stored(operands[1])
+        read = instruction.shapes[0].num_bytes if _hbm_bytes(operands[0]) else 0
+        return _hbm_bytes(instruction) + read + _hbm_bytes(operands[1])
     if opcode == "dynamic-update-slice":
-        written = operands[1].shapes[0].size if _stored(instruction) else 0
-        return written + _stored(operands[1])
+        written = operands[1].shapes[0].num_bytes if _hbm_bytes(instruction) else 0
+        return written + _hbm_bytes(operands[1])
     if opcode.endswith("-start") and len(instruction.shapes) > 1:
-        # Results, then what was there before, then what is waited for.
-        return _stored(operands[0]) + instruction.shapes[0].stored
-    return sum(map(_stored, operands)) + _stored(instruction)
+        # The result is a tuple of result, operands and synchronization flags: only the first is
+        # written.
+        return _hbm_bytes(operands[0]) + instruction.shapes[0].hbm_bytes
+    return sum(map(_hbm_bytes, operands)) + _hbm_bytes(instruction)
 
 
 def _fusion_bytes(fused: Computation, fusion: Instruction, operands: list[Instruction]) -> int:
-    """What a fusion reads and writes: slices, where it takes or replaces no more of an array."""
+    """Bytes that a fusion reads and writes: only slices, where it uses only slices of an array."""
     total = 0
     for instruction in fused.instructions.values():
         if instruction.opcode == "parameter":
-            whole = _stored(operands[int(instruction.arguments)])
-            part = _read(fused, instruction)
-            total += whole if part is None else min(whole, part)
+            whole = _hbm_bytes(operands[int(instruction.arguments)])
+            sliced = _sliced_bytes(fused, instruction)
+            total += whole if sliced is None else min(whole, sliced)
     roots = [fused.root]
     if fused.root.opcode == "tuple":
         roots = [fused.instructions[name] for name in fused.root.operands]
     if len(roots) != len(fusion.shapes):
-        return total + _stored(fusion)
+        return total + _hbm_bytes(fusion)
     for root, shape in zip(roots, fusion.shapes, strict=True):
         while root.opcode == "bitcast":
             root = fused.instructions[root.operands[0]]
-        size = shape.stored
+        written = shape.hbm_bytes
         if root.opcode == "dynamic-update-slice":
-            size = min(size, fused.instructions[root.operands[1]].shapes[0].size)
-        total += size
+            written = min(written, fused.instructions[root.operands[1]].shapes[0].num_bytes)
+        total += written
     return total
 
 
-def _read(fused: Computation, source: Instruction) -> int | None:
-    """Bytes of one array that a fusion looks at; None for all of it."""
+def _sliced_bytes(fused: Computation, source: Instruction) -> int | None:
+    """Bytes of the slices that a fusion reads from an array; None if it reads the whole array."""
     total = 0
     for user in fused.instructions.values():
         if source.name not in user.operands:
             continue
         first = user.operands[0] == source.name
         if user.opcode in ("dynamic-slice", "slice", "gather") and first:
-            total += user.shapes[0].size
+            total += user.shapes[0].num_bytes
         elif user.opcode == "bitcast":
-            part = _read(fused, user)
+            part = _sliced_bytes(fused, user)
             if part is None:
                 return None
             total += part

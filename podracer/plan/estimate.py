@@ -1,4 +1,4 @@
-"""What a run needs of a slice, and how fast it could be at most."""
+"""Estimates the memory that a run needs on a slice, and an upper bound of its speed."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
@@ -9,22 +9,22 @@ from podracer.errors import ConfigError
 from podracer.plan import costs, programs
 from podracer.plan.chips import Slice
 from podracer.plan.costs import COLLECTIVES, Kernel
-from podracer.plan.programs import Compiled, Layout, Memory, TooLarge
+from podracer.plan.programs import CompileResult, Memory, OutOfMemory, TracedRun
 
 NOT_INCLUDED = (
-    "the host's time between calls, metrics, evaluation",
-    "latency of collectives: only their bytes count",
+    "host time between calls, metrics and evaluation",
+    "latency of collectives (only their bytes are counted)",
     "the network between slices",
 )
 NOT_INCLUDED_SEBULBA = (
-    "environments on the host, and what moves between host and devices",
-    "what waits beside the programs: other threads' unrolls, weights on their way",
+    "environments on the host, and transfers between host and devices",
+    "waiting between programs: for the unrolls of other threads, and for new weights",
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Collectives:
-    """How many run on each device, and how many bytes they combine."""
+    """Collectives that each device executes: how many, and how many bytes they combine."""
 
     number: float
     bytes: float
@@ -32,22 +32,25 @@ class Collectives:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramPlan:
-    """One program; numbers are of one update of the run on one device (a core, or a chip of one).
+    """Estimates for one program, per device and update of the run.
+
+    A device is a core of a v2 or v3 chip, and a whole chip otherwise.
 
     Attributes:
-      name: of the function.
-      where: which devices run it.
-      memory: of one device.
-      compile_seconds: here.
-      flops: with all loops.
-      bytes: to and from main memory, with all loops.
-      instructions: that a device runs one after the other.
-      per_gradient_step: collectives that run at every gradient step.
-      per_update: the others.
+      name: name of the function.
+      where: which devices execute it.
+      memory: memory that it needs on one device.
+      compile_seconds: time to compile it on this machine.
+      flops: floating point operations, loops included.
+      bytes: bytes read from and written to main memory, loops included.
+      instructions: number of instructions that a device executes in sequence.
+      per_gradient_step: collectives of each gradient step.
+      per_update: all other collectives.
       host: instructions that wait for the host; there should be none.
-      uncounted: instructions in loops whose number of rounds depends on data; they count as one.
-      roofline_seconds: if every instruction ran at the chip's published peaks.
-      compiler_seconds: by the cycles that the compiler itself expects; None without a clock.
+      uncounted: number of instructions in loops whose trip count depends on data; they are counted
+        for one iteration.
+      roofline_seconds: time if every instruction ran at the chip's published peaks.
+      compiler_seconds: time by the compiler's estimate of cycles; None if the clock is unknown.
     """
 
     name: str
@@ -66,15 +69,16 @@ class ProgramPlan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fit:
-    """A run that is too large.
+class TooLarge:
+    """Why a run does not fit, and which smaller sizes do.
 
     Attributes:
-      program: that does not fit.
-      needed: bytes of one device; 0 if the compiler does not say.
-      available: bytes of one device.
-      fits: sizes that compile and fit, by config key, the rest unchanged; None where none does.
-      message: of the compiler.
+      program: name of the program that does not fit.
+      needed: bytes that it needs on one device; 0 if the compiler does not report them.
+      available: bytes of memory of one device.
+      fits: for each config key, the largest value found that compiles and fits while the other
+        settings stay as they are; None if there is none.
+      message: error message of the compiler.
     """
 
     program: str
@@ -86,21 +90,23 @@ class Fit:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A run on a slice.
+    """Estimates for a run on a slice.
 
     Attributes:
-      topology, num_slices: where.
+      topology, num_slices: the slice.
       arch: "anakin" or "sebulba".
-      chips, cores, hosts: of all slices; a core is what JAX sees as a device.
-      num_envs, envs_per_core, unroll_length: sizes; environments by cores that learn.
-      steps_per_update: environment steps.
-      gradient_steps: of an update.
-      memory: bytes that a core has.
-      programs: what runs; () where it does not fit.
-      too_large: why it does not fit.
-      roofline_steps_per_second: no run can be faster; None where it does not fit.
-      compiler_steps_per_second: by the compiler's own expectation.
-      not_included: in these two.
+      chips, cores, hosts: totals over all slices; a core is what JAX sees as a device.
+      num_envs, unroll_length: sizes of the run.
+      envs_per_core: environments per core that learns.
+      steps_per_update: environment steps per update.
+      gradient_steps: gradient steps per update.
+      memory: bytes of memory of a core.
+      programs: the programs of the run; () if the run does not fit.
+      too_large: why the run does not fit; None if it fits.
+      roofline_steps_per_second: upper bound of the speed; None if the run does not fit.
+      compiler_steps_per_second: speed by the compiler's estimate of cycles; None if the run does
+        not fit or the clock is unknown.
+      not_included: what these two speeds leave out.
     """
 
     topology: str
@@ -116,180 +122,205 @@ class Plan:
     gradient_steps: int
     memory: float
     programs: tuple[ProgramPlan, ...]
-    too_large: Fit | None
+    too_large: TooLarge | None
     roofline_steps_per_second: float | None
     compiler_steps_per_second: float | None
     not_included: tuple[str, ...]
 
 
-def _roofline(kernel: Kernel, where: Slice) -> float:
-    """Seconds of one time, at the published peaks of one device."""
-    chip, share = where.chip, where.share
+def _roofline_seconds(kernel: Kernel, tpu_slice: Slice) -> float:
+    """Time of one execution on one device at the chip's published peaks."""
+    chip, fraction = tpu_slice.chip, tpu_slice.chips_per_device
+    communicates = kernel.opcode in COLLECTIVES
     return max(
-        kernel.flops / (chip.flops * share),
-        kernel.bytes / (chip.bandwidth * share),
-        # Each byte is sent for the sum and again for the result; not so between slices.
-        2 * kernel.sent / (chip.interconnect * share) if kernel.opcode in COLLECTIVES else 0.0,
+        kernel.flops / (chip.flops * fraction),
+        kernel.bytes / (chip.bandwidth * fraction),
+        # A ring all-reduce sends each byte twice: to reduce, and to distribute the result.
+        2 * kernel.comm_bytes / (chip.interconnect * fraction) if communicates else 0.0,
     )
 
 
-def _expected(kernel: Kernel, where: Slice) -> float:
-    """Seconds of one time by the compiler's cycles, and no less than by the roofline."""
-    return max(kernel.cycles / (where.chip.clock or 1), _roofline(kernel, where))
+def _compiler_seconds(kernel: Kernel, tpu_slice: Slice) -> float:
+    """Time of one execution by the compiler's estimate of cycles, at least the roofline's."""
+    cycle_seconds = kernel.cycles / (tpu_slice.chip.clock or 1)
+    return max(cycle_seconds, _roofline_seconds(kernel, tpu_slice))
 
 
-def _collectives(kernels: Iterable[Kernel], calls: float, per: float) -> Collectives:
+def _collectives(kernels: Iterable[Kernel], calls: float, repeats: float) -> Collectives:
+    """The collectives in ``calls`` calls of a program, divided by ``repeats``."""
     kernels = list(kernels)
     return Collectives(
-        sum(k.times for k in kernels) * calls / per,
-        sum(k.times * k.sent for k in kernels) * calls / per,
+        sum(k.executions for k in kernels) * calls / repeats,
+        sum(k.executions * k.comm_bytes for k in kernels) * calls / repeats,
     )
 
 
-def _program(compiled: Compiled, where: Slice, gradient_steps: int) -> ProgramPlan:
-    kernels, calls = costs.kernels(compiled.text), compiled.piece.calls
+def _plan_program(compiled: CompileResult, tpu_slice: Slice, gradient_steps: int) -> ProgramPlan:
+    """The estimates for a compiled program of a run, given its gradient steps per update."""
+    kernels, calls = costs.kernels(compiled.text), compiled.program.calls
 
-    def total(one: Callable[[Kernel], float]) -> float:
-        return calls * sum(k.times * one(k) for k in kernels)
+    def total(cost: Callable[[Kernel], float]) -> float:
+        return calls * sum(k.executions * cost(k) for k in kernels)
 
-    collectives = [k for k in kernels if k.sent]
-    often = [k for k in collectives if k.times * calls >= gradient_steps]
+    collectives = [k for k in kernels if k.comm_bytes]
+    every_step = [k for k in collectives if k.executions * calls >= gradient_steps]
+    others = [k for k in collectives if k not in every_step]
+    clock = tpu_slice.chip.clock
     return ProgramPlan(
-        name=compiled.piece.name,
-        where=compiled.piece.where,
+        name=compiled.program.name,
+        where=compiled.program.where,
         memory=compiled.memory,
         compile_seconds=compiled.seconds,
         flops=total(lambda k: k.flops),
         bytes=total(lambda k: k.bytes),
         instructions=total(lambda k: 1),
-        per_gradient_step=_collectives(often, calls, gradient_steps),
-        per_update=_collectives((k for k in collectives if k not in often), calls, 1),
-        host=tuple(k.name for k in kernels if k.host),
-        uncounted=sum(not k.counted for k in kernels),
-        roofline_seconds=total(lambda k: _roofline(k, where)),
-        compiler_seconds=total(lambda k: _expected(k, where)) if where.chip.clock else None,
+        per_gradient_step=_collectives(every_step, calls, gradient_steps),
+        per_update=_collectives(others, calls, 1),
+        host=tuple(k.name for k in kernels if k.host_transfer),
+        uncounted=sum(not k.known_trips for k in kernels),
+        roofline_seconds=total(lambda k: _roofline_seconds(k, tpu_slice)),
+        compiler_seconds=total(lambda k: _compiler_seconds(k, tpu_slice)) if clock else None,
     )
 
 
-def _seconds(plans: Iterable[ProgramPlan], layout: Layout, key: str) -> float | None:
-    """Of an update: what acts and what learns run at once, where they have devices of their own."""
+def _update_seconds(plans: Iterable[ProgramPlan], shared_devices: bool, key: str) -> float | None:
+    """Time of an update; None if that of a program is unknown.
+
+    Args:
+      plans: the programs of the run.
+      shared_devices: whether acting and learning take turns on the same devices; on devices of
+        their own they run at the same time.
+      key: "roofline_seconds" or "compiler_seconds".
+    """
     seconds: dict[str, float] = {}
     for plan in plans:
-        one = getattr(plan, key)
-        if one is None:
+        program_seconds = getattr(plan, key)
+        if program_seconds is None:
             return None
-        seconds[plan.where] = seconds.get(plan.where, 0.0) + one
-    return sum(seconds.values()) if layout.shared else max(seconds.values())
+        seconds[plan.where] = seconds.get(plan.where, 0.0) + program_seconds
+    return sum(seconds.values()) if shared_devices else max(seconds.values())
 
 
-# Compiled programs of single devices, by chip and text.
-Known = dict[tuple[str, str], Compiled | TooLarge]
+# Compiled programs of single devices, by chip and text of the program.
+CompileCache = dict[tuple[str, str], CompileResult | OutOfMemory]
 
 
-def _too_large(results: list[Compiled | TooLarge], layout: Layout, memory: float) -> Fit | None:
-    for piece, result in zip(layout.pieces, results, strict=False):
-        if isinstance(result, TooLarge):
+def _too_large(
+    results: list[CompileResult | OutOfMemory], run: TracedRun, memory: float
+) -> TooLarge | None:
+    """The first program that does not fit in ``memory`` bytes; None if all of them fit."""
+    for program, result in zip(run.programs, results, strict=False):
+        if isinstance(result, OutOfMemory):
             available = result.available or memory
-            return Fit(piece.name, result.needed, available, {}, result.message)
+            return TooLarge(program.name, result.needed, available, {}, result.message)
         if result.memory.total > memory:
-            return Fit(piece.name, result.memory.total, memory, {}, "")
+            return TooLarge(program.name, result.memory.total, memory, {}, "")
     return None
 
 
-def _compile(layout: Layout, where: Slice, known: Known) -> list[Compiled | TooLarge]:
-    """Every program, up to the first that is refused."""
+def _compile(
+    run: TracedRun, tpu_slice: Slice, cache: CompileCache
+) -> list[CompileResult | OutOfMemory]:
+    """Compiles the programs of a run in order, up to the first that does not fit."""
     results = []
-    for piece in layout.pieces:
-        # A program of one device is the same on every slice of its chip.
-        alone = (where.topology.partition(":")[0], piece.lowered.as_text())
-        result = known.get(alone) if piece.where == programs.ACTORS else None
-        result = result or programs.compile_piece(piece)
-        if piece.where == programs.ACTORS:
-            known[alone] = result
+    for program in run.programs:
+        # A program of a single device is the same on all slices of a chip.
+        key = (tpu_slice.topology.partition(":")[0], program.lowered.as_text())
+        result = cache.get(key) if program.where == programs.ACTORS else None
+        result = result or programs.compile_traced(program)
+        if program.where == programs.ACTORS:
+            cache[key] = result
         results.append(result)
-        if isinstance(result, TooLarge):
+        if isinstance(result, OutOfMemory):
             break
     return results
 
 
 def _divisors(n: int) -> Iterator[int]:
-    """Of n, without n itself, the largest first."""
+    """The divisors of n except n itself, in descending order."""
     return (n // k for k in range(2, n + 1) if n % k == 0)
 
 
 def _largest_that_fits(
-    config: Config, key: str, fit: Fit, attempt: Callable[[Config], Fit | None]
+    config: Config, key: str, excess: TooLarge, check: Callable[[Config], TooLarge | None]
 ) -> int | None:
-    """The size that a straight line says would fit, or the next smaller one that does.
+    """The largest divisor of a size with which a run fits, by few compilations; None if none does.
+
+    Memory is assumed to grow in proportion to the size, so that divisors which can't fit are
+    skipped without compiling.
 
     Args:
-      config: which does not fit.
-      key: of the size.
-      fit: by how much it does not.
-      attempt: compiles a config; None if it fits.
+      config: config of a run that does not fit.
+      key: config key of the size.
+      excess: by how much the run does not fit.
+      check: compiles the run of a config; returns None if it fits.
     """
     size = getattr(config, key)
-    most = size * fit.available / fit.needed if fit.needed else size / 2
+    limit = size * excess.available / excess.needed if excess.needed else size / 2
     for smaller in _divisors(size):
-        if smaller > most:
+        if smaller > limit:
             continue
         try:
-            again = attempt(dataclasses.replace(config, **{key: smaller}))
+            remaining = check(dataclasses.replace(config, **{key: smaller}))
         except ConfigError:
-            # Does not divide over devices or minibatches.
+            # This size doesn't divide over devices or minibatches.
             continue
-        if again is None:
+        if remaining is None:
             return smaller
-        most = smaller * again.available / again.needed if again.needed else smaller / 2
+        ratio = remaining.available / remaining.needed if remaining.needed else 0.5
+        limit = smaller * ratio
     return None
 
 
-def make(config: Config, arch: str, env: Any, where: Slice, known: Known | None = None) -> Plan:
-    """Compiles a run for a slice and works out what it needs.
+def make_plan(
+    config: Config, arch: str, env: Any, tpu_slice: Slice, cache: CompileCache | None = None
+) -> Plan:
+    """Compiles a run for a slice and estimates its memory and speed.
 
     Args:
-      config: of the run.
+      config: config of the run.
       arch: "anakin" or "sebulba".
-      env: as ``programs.make_env`` makes it.
-      where: the slice.
-      known: what other plans have compiled already, and this one will have.
+      env: the environment, from ``programs.make_env``.
+      tpu_slice: the slice.
+      cache: programs that other plans have compiled; this plan's are added.
 
     Raises:
       ConfigError: sizes don't fit the slice.
     """
-    memory, known = where.chip.memory * where.share, {} if known is None else known
-    layout = programs.lay_out(config, arch, env, where)
-    results = _compile(layout, where, known)
-    fit = _too_large(results, layout, memory)
-    if fit:
+    memory = tpu_slice.chip.memory * tpu_slice.chips_per_device
+    cache = {} if cache is None else cache
+    run = programs.trace_run(config, arch, env, tpu_slice)
+    results = _compile(run, tpu_slice, cache)
+    too_large = _too_large(results, run, memory)
+    if too_large:
 
-        def attempt(config: Config) -> Fit | None:
-            layout = programs.lay_out(config, arch, env, where)
-            return _too_large(_compile(layout, where, known), layout, memory)
+        def check(config: Config) -> TooLarge | None:
+            run = programs.trace_run(config, arch, env, tpu_slice)
+            return _too_large(_compile(run, tpu_slice, cache), run, memory)
 
         keys = ("num_envs", "unroll_length")
-        sizes = {key: _largest_that_fits(config, key, fit, attempt) for key in keys}
-        fit = dataclasses.replace(fit, fits=sizes)
+        fits = {key: _largest_that_fits(config, key, too_large, check) for key in keys}
+        too_large = dataclasses.replace(too_large, fits=fits)
     gradient_steps = config.num_epochs * config.num_minibatches
-    # Refused ones are left out by `fit`; the type says so.
+    # Without too_large, no result is OutOfMemory; isinstance tells the type checker.
     plans = tuple(
-        _program(result, where, gradient_steps)
+        _plan_program(result, tpu_slice, gradient_steps)
         for result in results
-        if not fit and isinstance(result, Compiled)
+        if not too_large and isinstance(result, CompileResult)
     )
-    sizes = layout.sizes
+    sizes = run.sizes
 
     def speed(key: str) -> float | None:
-        seconds = _seconds(plans, layout, key) if plans else None
+        seconds = _update_seconds(plans, run.shared_devices, key) if plans else None
         return sizes.steps_per_update / seconds if seconds else None
 
     return Plan(
-        topology=where.topology,
-        num_slices=where.num_slices,
+        topology=tpu_slice.topology,
+        num_slices=tpu_slice.num_slices,
         arch=arch,
-        chips=where.num_chips,
-        cores=len(where.devices),
-        hosts=len(where.hosts),
+        chips=tpu_slice.num_chips,
+        cores=len(tpu_slice.devices),
+        hosts=len(tpu_slice.hosts),
         num_envs=sizes.num_envs,
         envs_per_core=sizes.envs_per_device,
         unroll_length=sizes.unroll_length,
@@ -297,7 +328,7 @@ def make(config: Config, arch: str, env: Any, where: Slice, known: Known | None 
         gradient_steps=gradient_steps,
         memory=memory,
         programs=plans,
-        too_large=fit,
+        too_large=too_large,
         roofline_steps_per_second=speed("roofline_seconds"),
         compiler_steps_per_second=speed("compiler_seconds"),
         not_included=NOT_INCLUDED + (NOT_INCLUDED_SEBULBA if arch == "sebulba" else ()),

@@ -1,4 +1,4 @@
-"""Reads the text of a compiled program (XLA's HLO) into records."""
+"""Parses the text of a compiled program (XLA's optimized HLO) into records."""
 
 import math
 import re
@@ -6,29 +6,30 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """One array of an instruction's type.
+    """The type of one array.
 
     Attributes:
-      dims: its shape.
-      size: bytes without padding.
-      stored: bytes it takes in the device's main memory, with padding; 0 if it lies elsewhere.
+      dims: dimensions of the array.
+      num_bytes: size in bytes without padding.
+      hbm_bytes: size in the device's main memory, with the padding of its layout; 0 for an array
+        in another memory.
     """
 
     dims: tuple[int, ...]
-    size: int
-    stored: int
+    num_bytes: int
+    hbm_bytes: int
 
 
 class Instruction(NamedTuple):
-    """One line.
+    """One instruction, a line of the text.
 
     Attributes:
-      name: of its result.
-      shapes: of its result; several for a tuple.
-      opcode: what it does.
-      operands: names of its arguments.
-      arguments: their text.
-      attributes: text of what follows them.
+      name: name of the result.
+      shapes: arrays of the result, several if it is a tuple.
+      opcode: the operation, such as "dot" or "fusion".
+      operands: names of the instructions whose results it takes.
+      arguments: the text between the parentheses.
+      attributes: the text behind the parentheses.
     """
 
     name: str
@@ -40,14 +41,14 @@ class Instruction(NamedTuple):
 
 
 class Computation(NamedTuple):
-    """Instructions in order, by name; ``root`` is what it returns."""
+    """A computation: its instructions by name, in order; ``root`` is the one it returns."""
 
     instructions: dict[str, Instruction]
     root: Instruction
 
 
 class Module(NamedTuple):
-    """A whole program."""
+    """A program: its computations by name, and the name of the one that it starts with."""
 
     computations: dict[str, Computation]
     entry: str
@@ -60,37 +61,39 @@ NAME = re.compile(r"%([\w.\-]+)")
 
 
 def _shape(match: re.Match) -> Shape:
+    """The array of a match of ``_ARRAY``, with the padding of its layout's tiles."""
     kind, digits, sizes, layout = match.groups()
     bits = 8 if kind == "pred" else int(digits or 0)
     dims = tuple(int(n.strip("<=")) for n in sizes.split(",") if n)
-    size = -(-math.prod(dims) * bits // 8)
-    order, _, places = (layout or "").partition(":")
-    space = re.search(r"S\((\d+)\)", places)
-    if space:
-        return Shape(dims, size, 0)
-    tile = re.search(r"T\(([\d,]+)\)", places)
+    num_bytes = -(-math.prod(dims) * bits // 8)
+    order, _, tiling = (layout or "").partition(":")
+    memory_space = re.search(r"S\((\d+)\)", tiling)
+    if memory_space:
+        return Shape(dims, num_bytes, 0)
+    tile = re.search(r"T\(([\d,]+)\)", tiling)
     if not tile or not dims:
-        return Shape(dims, size, size)
-    # Its minor dimensions are rounded up to the tile.
+        return Shape(dims, num_bytes, num_bytes)
+    # The minor dimensions are padded to multiples of the tile.
     physical = [dims[int(axis)] for axis in reversed(order.split(","))]
     tiles = [int(n) for n in tile[1].split(",")]
     physical = [1] * (len(tiles) - len(physical)) + physical
     for i, n in enumerate(reversed(tiles), 1):
         physical[-i] = -(-physical[-i] // n) * n
-    return Shape(dims, size, -(-math.prod(physical) * bits // 8))
+    return Shape(dims, num_bytes, -(-math.prod(physical) * bits // 8))
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the parenthesis that opens at ``start`` closes."""
+    """The index of the parenthesis that closes the one at ``start``."""
     depth = 0
     for match in re.compile(r"[()]").finditer(text, start):
         depth += 1 if match[0] == "(" else -1
         if depth == 0:
             return match.start()
-    raise ValueError(f"parentheses of a compiled program do not close: {text[:80]}")
+    raise ValueError(f"unbalanced parentheses in the text of a compiled program: {text[:80]}")
 
 
 def _instruction(name: str, text: str) -> Instruction:
+    """The instruction of a line ``name = text``."""
     end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
     shapes = tuple(map(_shape, _ARRAY.finditer(text[:end])))
     opening = text.index("(", end)
@@ -107,7 +110,7 @@ def _instruction(name: str, text: str) -> Instruction:
 
 
 def parse(text: str) -> Module:
-    """The program of ``compiled.as_text()``."""
+    """Parses the program of ``compiled.as_text()``."""
     computations, entry, name = {}, "", ""
     found: dict[str, Instruction] = {}
     for line in text.splitlines():

@@ -1,4 +1,4 @@
-"""The programs of a run, compiled for devices that are not there: the very ones that train."""
+"""The programs that a run executes, compiled for TPU devices that this machine does not have."""
 
 import dataclasses
 import re
@@ -8,28 +8,29 @@ from typing import Any, NamedTuple
 import jax
 
 from podracer import config as config_lib
-from podracer import envs, prng
-from podracer import mesh as mesh_lib
+from podracer import envs
 from podracer.anakin import program as anakin_program
 from podracer.config import Config, Sizes
+from podracer.distributed import mesh as mesh_lib
 from podracer.errors import ConfigError, unknown
 from podracer.plan.chips import Slice
 from podracer.sebulba import program as sebulba_program
-from podracer.sebulba.train import make_run
+from podracer.sebulba.setup import make_setup
 from podracer.types import Environment, HostEnvironment
+from podracer.xla_cpu import prng
 
 ARCHITECTURES = ("anakin", "sebulba")
 ALL, ACTORS, LEARNERS = "every core", "actor cores", "learner cores"
 
 
-class Piece(NamedTuple):
-    """One program of a run, ready to compile.
+class TracedProgram(NamedTuple):
+    """A traced program of a run.
 
     Attributes:
-      name: of the function.
-      where: which devices run it.
-      calls: of it on each of these, for one update of the run.
-      lowered: what compiles.
+      name: name of the function.
+      where: which devices execute it: ``ALL``, ``ACTORS`` or ``LEARNERS``.
+      calls: number of calls on each of these devices per update of the run.
+      lowered: the program, ready to compile.
     """
 
     name: str
@@ -38,31 +39,31 @@ class Piece(NamedTuple):
     lowered: jax.stages.Lowered
 
 
-class Layout(NamedTuple):
-    """A run on a slice.
+class TracedRun(NamedTuple):
+    """The programs of a run on a slice.
 
     Attributes:
-      sizes: of the run, over all hosts.
-      pieces: its programs.
-      shared: what acts and what learns is on the same devices, one after the other.
+      sizes: sizes of the run over all hosts.
+      programs: all programs, in the order in which they are executed.
+      shared_devices: whether acting and learning take turns on the same devices.
     """
 
     sizes: Sizes
-    pieces: list[Piece]
-    shared: bool
+    programs: list[TracedProgram]
+    shared_devices: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes of one device that a program needs.
+    """Bytes of a device's memory that a program needs.
 
     Attributes:
-      arguments: what it is given.
-      temporaries: what it needs while it runs.
-      outputs: what it gives.
-      aliased: of these, those that take the place of donated arguments.
-      code: of the program itself.
-      total: of all.
+      arguments: its arguments.
+      temporaries: intermediate values.
+      outputs: its results.
+      aliased: the part of ``outputs`` that reuses the memory of donated arguments.
+      code: the program itself.
+      total: all of these, with aliased memory counted once.
     """
 
     arguments: int
@@ -73,116 +74,142 @@ class Memory:
     total: int
 
 
-class TooLarge(NamedTuple):
-    """The compiler refused: bytes that are needed, and those that there are; 0 if not said."""
+class OutOfMemory(NamedTuple):
+    """The compiler's error for a program that doesn't fit in a device's memory.
+
+    Attributes:
+      message: the error message.
+      needed: bytes that the program needs; 0 if the message doesn't contain them.
+      available: bytes that a device has; 0 if the message doesn't contain them.
+    """
 
     message: str
     needed: float
     available: float
 
 
-class Compiled(NamedTuple):
-    """A program, compiled: its text, its memory, and how long it took."""
+class CompileResult(NamedTuple):
+    """A compiled program.
 
-    piece: Piece
+    Attributes:
+      program: the program that was compiled.
+      text: its optimized HLO.
+      memory: the memory that it needs.
+      seconds: the time it took to compile.
+    """
+
+    program: TracedProgram
     text: str
     memory: Memory
     seconds: float
 
 
-def architecture(config: Config, arch: str) -> str:
-    """Which architecture trains on a config's environment, unless it is said.
+def resolve_architecture(config: Config, arch: str) -> str:
+    """The architecture that a run uses.
+
+    Args:
+      config: config of the run.
+      arch: "anakin", "sebulba", or "" for the one that the environment needs.
 
     Raises:
       ConfigError: there is no such architecture.
     """
     if not arch:
-        suite = config.env.partition(":")[0]
-        return "sebulba" if suite in envs.HOST_SUITES and suite not in envs.SUITES else "anakin"
+        return envs.architecture(config.env)
     if arch not in ARCHITECTURES:
         raise unknown("architecture", arch, ARCHITECTURES)
     return arch
 
 
 def make_env(config: Config, arch: str) -> Environment | HostEnvironment:
-    """The environment, made once for all slices."""
+    """The environment of a run; one is enough for any number of plans."""
     settings = (config.env, config.env_kwargs, config.env_params)
     if arch == "anakin":
-        return envs.make(*settings)
-    return envs.make_host(*settings, newest_frame=config.sebulba.newest_frame)
+        return envs.make_environment(*settings)
+    return envs.make_host_environment(*settings, newest_frame=config.sebulba.newest_frame)
 
 
-def splits(config: Config, where: Slice) -> list[mesh_lib.Split]:
-    """What acts and what learns on each host of a slice."""
+def device_splits(config: Config, tpu_slice: Slice) -> list[mesh_lib.Split]:
+    """The actor and learner devices of each host of a slice."""
     options = config.sebulba
     return [
         mesh_lib.split(
             host, options.actor_devices, options.learner_devices, options.learners_per_actor
         )
-        for host in where.hosts
+        for host in tpu_slice.hosts
     ]
 
 
-def num_learners(config: Config, arch: str, where: Slice) -> int:
-    """Devices that learn, which environments are counted by."""
+def num_learner_devices(config: Config, arch: str, tpu_slice: Slice) -> int:
+    """The number of devices that learn, over which the environments are divided."""
     if arch == "anakin":
-        return len(where.devices)
-    return sum(len(split.learners) for split in splits(config, where))
+        return len(tpu_slice.devices)
+    return sum(len(split.learners) for split in device_splits(config, tpu_slice))
 
 
-def lay_out(config: Config, arch: str, env: Any, where: Slice) -> Layout:
-    """A run's programs for a slice, traced and not yet compiled.
+def trace_run(config: Config, arch: str, env: Any, tpu_slice: Slice) -> TracedRun:
+    """Traces the programs of a run for a slice without compiling them.
+
+    Args:
+      config: config of the run.
+      arch: "anakin" or "sebulba".
+      env: the environment, from ``make_env``.
+      tpu_slice: the slice.
 
     Raises:
       ConfigError: sizes don't fit the slice.
     """
-    return (_anakin if arch == "anakin" else _sebulba)(config, env, where)
+    return (_anakin if arch == "anakin" else _sebulba)(config, env, tpu_slice)
 
 
-def _anakin(config: Config, env: Environment, where: Slice) -> Layout:
-    sizes = config_lib.sizes(config, len(where.devices))
-    mesh = mesh_lib.make_mesh(where.devices)
+def _anakin(config: Config, env: Environment, tpu_slice: Slice) -> TracedRun:
+    sizes = config_lib.sizes(config, len(tpu_slice.devices))
+    mesh = mesh_lib.make_mesh(tpu_slice.devices)
     program = anakin_program.make_program(config, env, sizes, mesh)
-    state = jax.eval_shape(program.init, prng.keys(config.seeds, where.devices[0].platform))
-    state = mesh_lib.placed(state, mesh, anakin_program.state_specs(config.num_seeds))
+    state = jax.eval_shape(program.init, prng.keys(config.seeds, tpu_slice.devices[0].platform))
+    state = mesh_lib.sharded_shapes(state, mesh, anakin_program.state_specs(config.num_seeds))
     lowered = program.step.lower(state)
-    return Layout(sizes, [Piece("step", ALL, 1 / sizes.updates_per_call, lowered)], True)
+    return TracedRun(sizes, [TracedProgram("step", ALL, 1 / sizes.updates_per_call, lowered)], True)
 
 
-def _sebulba(config: Config, env: HostEnvironment, where: Slice) -> Layout:
+def _sebulba(config: Config, env: HostEnvironment, tpu_slice: Slice) -> TracedRun:
     if config.stagger:
         raise ConfigError(
             f"stagger={config.stagger} is for environments written in JAX; set it to 0"
         )
-    hosts = splits(config, where)
+    hosts = device_splits(config, tpu_slice)
     if len({tuple(map(len, split)) for split in hosts}) > 1:
-        raise ConfigError(f"{where.topology} has hosts with different numbers of devices")
+        raise ConfigError(f"{tpu_slice.topology} has hosts with different numbers of devices")
     learners = [device for split in hosts for device in split.learners]
-    run = make_run(config, env, hosts[0], learners)
-    state, _ = jax.eval_shape(run.step.init, run.key)
-    state = mesh_lib.placed(state, run.mesh, mesh_lib.REPLICATED)
-    update = sebulba_program.lower_update(run.step, state, run.trajectories())
-    actor: Any = sebulba_program.lower_unroll(run.unroll, run.shapes, hosts[0].actors[0])
+    setup = make_setup(config, env, hosts[0], learners)
+    functions = setup.learner_functions
+    state = jax.eval_shape(functions.init, setup.key)
+    state = mesh_lib.sharded_shapes(state, setup.mesh, mesh_lib.REPLICATED)
+    update = sebulba_program.lower_update(functions, state, setup.trajectory_shapes())
+    actor: Any = sebulba_program.lower_actor(
+        setup.actor_functions, setup.actor_shapes, hosts[0].actors[0]
+    )
     threads = config.sebulba.threads
-    pieces = [
-        # The first step's program, which draws all keys as well, counts as one more of these.
-        Piece("act", ACTORS, threads * config.unroll_length, actor.act),
-        Piece("close", ACTORS, threads, actor.close),
-        Piece("update", LEARNERS, 1, update),
+    run_programs = [
+        # The first step of an unroll is a program of its own, which also draws all keys; it is
+        # counted like the other steps.
+        TracedProgram("act", ACTORS, threads * config.unroll_length, actor.act),
+        TracedProgram("close", ACTORS, threads, actor.close),
+        TracedProgram("update", LEARNERS, 1, update),
     ]
-    shared = bool(set(hosts[0].actors) & set(hosts[0].learners))
-    return Layout(run.sizes, pieces, shared)
+    shared_devices = bool(set(hosts[0].actors) & set(hosts[0].learners))
+    return TracedRun(setup.sizes, run_programs, shared_devices)
 
 
-def compile_piece(piece: Piece) -> Compiled | TooLarge:
-    """Compiles for the device of its mesh; nothing is loaded or run."""
+def compile_traced(program: TracedProgram) -> CompileResult | OutOfMemory:
+    """Compiles a program for its devices; nothing is loaded or executed."""
     start = time.monotonic()
     try:
-        compiled = piece.lowered.compile()
+        compiled = program.lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return refused(str(error))
+        return parse_out_of_memory(str(error))
     seconds = time.monotonic() - start
     stats: Any = compiled.memory_analysis()
     sizes = (
@@ -193,11 +220,11 @@ def compile_piece(piece: Piece) -> Compiled | TooLarge:
         stats.generated_code_size_in_bytes,
     )
     memory = Memory(*sizes, sum(sizes) - 2 * stats.alias_size_in_bytes)
-    return Compiled(piece, compiled.as_text() or "", memory, seconds)
+    return CompileResult(program, compiled.as_text() or "", memory, seconds)
 
 
-def refused(message: str) -> TooLarge:
-    """What the compiler says when a program does not fit: the largest two numbers of bytes."""
+def parse_out_of_memory(message: str) -> OutOfMemory:
+    """Reads the bytes that are needed and available from a compiler's error message."""
     units = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
     number = r"([\d.]+)([KMGT]?)"
     for pattern in (
@@ -207,5 +234,7 @@ def refused(message: str) -> TooLarge:
         found = re.search(pattern, message)
         if found:
             needed, unit, available, unit2 = found.groups()
-            return TooLarge(message, float(needed) * units[unit], float(available) * units[unit2])
-    return TooLarge(message, 0.0, 0.0)
+            return OutOfMemory(
+                message, float(needed) * units[unit], float(available) * units[unit2]
+            )
+    return OutOfMemory(message, 0.0, 0.0)

@@ -1,144 +1,130 @@
-"""Plans for people: one slice as two tables, several as one line each."""
+"""Prints plans: a single one with all its numbers, several as a table with one line each."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
-from podracer.plan.chips import GIB
+from podracer.monitoring.formatting import metric, seconds, size
 from podracer.plan.estimate import Collectives, Plan, ProgramPlan
 
 
-def number(n: float | None, unit: str = "", step: int = 1000) -> str:
-    """Three digits and a power of 1000 (of 1024 for memory); a dash for None."""
-    if n is None:
-        return "-"
-    power = 0
-    while abs(n) >= step and power < 5:
-        n, power = n / step, power + 1
-    prefix = ("", "K", "M", "G", "T", "P")[power] + ("i" if step == 1024 and power else "")
-    return f"{n:.3g} {prefix}{unit}".strip()
-
-
-def size(n: float) -> str:
-    """Bytes of memory."""
-    return number(n, "B", 1024)
-
-
-def seconds(n: float | None) -> str:
-    """In units of a size to read."""
-    if n is None:
-        return "-"
-    return f"{n:.3g} s" if n >= 1 else f"{n * 1e3:.3g} ms" if n >= 1e-3 else f"{n * 1e6:.3g} us"
+def _known(formatter: Callable[[float], str], x: float | None) -> str:
+    """A formatted number, or a dash for None."""
+    return "-" if x is None else formatter(x)
 
 
 def _collectives(collectives: Collectives) -> str:
-    return (
-        f"{collectives.number:.3g} of {size(collectives.bytes)}" if collectives.number else "none"
-    )
+    if not collectives.number:
+        return "none"
+    return f"{collectives.number:.3g} of {size(collectives.bytes)}"
 
 
-def _place(plan: Plan) -> str:
+def _slice_name(plan: Plan) -> str:
     return f"{plan.num_slices} x {plan.topology}" if plan.num_slices > 1 else plan.topology
 
 
-def _program(program: ProgramPlan, plan: Plan) -> list[str]:
+def _program_rows(program: ProgramPlan, plan: Plan) -> dict[str, str]:
+    """The labels and values of a program's column in the table."""
     memory = program.memory
-    return [
-        program.where,
-        size(memory.arguments),
-        size(memory.temporaries),
-        size(memory.outputs - memory.aliased),
-        size(memory.code),
-        f"{size(memory.total)} ({memory.total / plan.memory:.1%})",
-        number(program.flops),
-        number(program.bytes, "B"),
-        number(program.instructions),
-        _collectives(program.per_gradient_step),
-        _collectives(program.per_update),
-        ", ".join(program.host) or "none",
-        seconds(program.roofline_seconds),
-        seconds(program.compiler_seconds),
-        seconds(program.compile_seconds),
-    ]
+    return {
+        "runs on": program.where,
+        "memory: arguments": size(memory.arguments),
+        "memory: temporaries": size(memory.temporaries),
+        "memory: new outputs": size(memory.outputs - memory.aliased),
+        "memory: code": size(memory.code),
+        "memory: total": f"{size(memory.total)} ({memory.total / plan.memory:.1%})",
+        "flops per update": metric(program.flops),
+        "main memory traffic per update": metric(program.bytes, "B"),
+        "instructions per update": metric(program.instructions),
+        "collectives per gradient step": _collectives(program.per_gradient_step),
+        "other collectives per update": _collectives(program.per_update),
+        "instructions waiting for the host": ", ".join(program.host) or "none",
+        "time per update, roofline": seconds(program.roofline_seconds),
+        "time per update, compiler": _known(seconds, program.compiler_seconds),
+        "compile time": seconds(program.compile_seconds),
+    }
 
 
-_ROWS = (
-    "runs on", "memory: arguments", "temporaries", "new outputs", "code",
-    "total (of what there is)", "flops an update", "main memory traffic an update",
-    "instructions an update",
-    "collectives a gradient step", "more of them an update", "waits for the host",
-    "time by roofline", "time by compiler's cycles", "compiled in",
-)  # fmt: skip
-
-
-def one(plan: Plan, console: Console) -> None:
-    """All of a plan; numbers are of one core."""
+def print_plan(plan: Plan, console: Console) -> None:
+    """Prints all numbers of a plan."""
     console.print(
-        f"{_place(plan)}: {plan.chips:,} chips, {plan.cores:,} cores with {size(plan.memory)} "
-        f"each, {plan.hosts:,} hosts\n"
-        f"{plan.arch}: {plan.num_envs:,} environments, {plan.envs_per_core:,} a core that learns, "
-        f"x {plan.unroll_length} steps = {plan.steps_per_update:,} steps an update of "
-        f"{plan.gradient_steps} gradient steps",
+        f"{_slice_name(plan)}: {plan.chips:,} chips, {plan.cores:,} cores with "
+        f"{size(plan.memory)} each, {plan.hosts:,} host{'s' * (plan.hosts > 1)}\n"
+        f"{plan.arch}: {plan.num_envs:,} environments ({plan.envs_per_core:,} per learner core) "
+        f"x {plan.unroll_length} steps = {plan.steps_per_update:,} steps per update, "
+        f"{plan.gradient_steps} gradient steps per update",
         highlight=False,
     )
     if plan.too_large:
-        console.print(_refusal(plan), highlight=False)
+        console.print(_too_large(plan), highlight=False)
         return
-    table = Table("of one core", *(program.name for program in plan.programs))
-    for row in zip(_ROWS, *(_program(p, plan) for p in plan.programs), strict=True):
-        table.add_row(*row)
+    columns = [_program_rows(program, plan) for program in plan.programs]
+    table = Table("per core", *(program.name for program in plan.programs))
+    for label in columns[0]:
+        table.add_row(label, *(column[label] for column in columns))
     console.print(table)
-    loops = sum(program.uncounted for program in plan.programs)
-    if loops:
-        console.print(f"{loops} instructions are in loops of unknown length, counted as one round")
+    uncounted = sum(program.uncounted for program in plan.programs)
+    if uncounted:
+        console.print(
+            f"{uncounted} instructions are in loops whose trip count depends on data; they are "
+            "counted for one iteration."
+        )
     console.print(
-        f"ESTIMATE: at most {number(plan.roofline_steps_per_second)} steps a second by the "
-        f"published peaks; about {number(plan.compiler_steps_per_second)} by the cycles that the "
-        f"compiler expects.\nNot in it: {'; '.join(plan.not_included)}.",
+        f"ESTIMATE: at most {_known(metric, plan.roofline_steps_per_second)} steps/s by the "
+        "published peaks (roofline); about "
+        f"{_known(metric, plan.compiler_steps_per_second)} steps/s by the compiler's estimate of "
+        f"cycles.\nNot included: {'; '.join(plan.not_included)}.",
         highlight=False,
     )
 
 
-def _refusal(plan: Plan) -> str:
-    fit = plan.too_large
-    assert fit is not None
-    over = f"{size(fit.needed)}, {size(fit.needed - fit.available)} more than" if fit.needed else ""
-    what = f"needs {over or 'more than'} the {size(fit.available)} of a core"
-    sizes = [f"{key}={n}" for key, n in fit.fits.items() if n]
-    return f"TOO LARGE: {fit.program} {what}; " + (
+def _too_large(plan: Plan) -> str:
+    """Why a run does not fit, and which sizes would."""
+    excess = plan.too_large
+    assert excess is not None
+    memory = f"the {size(excess.available)} of a core"
+    needs = f"more than {memory}"
+    if excess.needed:
+        over = size(excess.needed - excess.available)
+        needs = f"{size(excess.needed)}, {over} more than {memory}"
+    sizes = [f"{key}={n}" for key, n in excess.fits.items() if n]
+    return f"TOO LARGE: the program {excess.program} needs {needs}; " + (
         f"{' or '.join(sizes)} would fit" if sizes else "no smaller num_envs or unroll_length fits"
     )
 
 
-def scaling(plans: Sequence[Plan], console: Console) -> None:
-    """A line for each slice; what is of programs is of the one that learns."""
+def print_scaling(plans: Sequence[Plan], console: Console) -> None:
+    """Prints a table of plans; flops and collectives are those of the program that learns."""
     table = Table(
-        "slice", "chips", "cores", "hosts", "envs", "memory of a core", "flops of a core an update",
-        "collectives a gradient step", "compiled in", "steps/s at most", "by compiler's cycles",
+        "slice", "chips", "cores", "hosts", "environments", "memory per core",
+        "flops per core and update", "collectives per gradient step", "compile time",
+        "steps/s, roofline", "steps/s, compiler",
     )  # fmt: skip
     for plan in plans:
-        sizes = [_place(plan), *map("{:,}".format, (plan.chips, plan.cores, plan.hosts))]
-        sizes.append(f"{plan.num_envs:,}")
+        counts = (plan.chips, plan.cores, plan.hosts, plan.num_envs)
+        cells = [_slice_name(plan), *map("{:,}".format, counts)]
         if plan.too_large:
-            table.add_row(*sizes, "too large")
+            table.add_row(*cells, "too large")
             continue
         most = max(program.memory.total for program in plan.programs)
         learner = plan.programs[-1]
         table.add_row(
-            *sizes,
-            f"{size(most)} of {plan.memory / GIB:.0f} GiB",
-            number(learner.flops),
+            *cells,
+            f"{size(most)} of {size(plan.memory)}",
+            metric(learner.flops),
             _collectives(learner.per_gradient_step),
             seconds(sum(program.compile_seconds for program in plan.programs)),
-            number(plan.roofline_steps_per_second),
-            number(plan.compiler_steps_per_second),
+            _known(metric, plan.roofline_steps_per_second),
+            _known(metric, plan.compiler_steps_per_second),
         )
     console.print(table)
     for plan in plans:
         if plan.too_large:
-            console.print(f"{_place(plan)}: {_refusal(plan)}", highlight=False)
+            console.print(f"{_slice_name(plan)}: {_too_large(plan)}", highlight=False)
     console.print(
-        f"Steps a second are ESTIMATES. Not in them: {'; '.join(plans[0].not_included)}.",
+        "ESTIMATES: roofline is an upper bound by the chip's published peaks, compiler uses the "
+        "compiler's estimate of cycles.\n"
+        f"Not included: {'; '.join(plans[0].not_included)}.",
         highlight=False,
     )

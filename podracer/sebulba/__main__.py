@@ -1,7 +1,7 @@
 """``python -m podracer.sebulba --config=FILE [--workdir=FOLDER] [--config.KEY=VALUE ...]``."""
 
-from podracer import cli
 from podracer.sebulba import train
+from podracer.training import command_line
 
 if __name__ == "__main__":
-    cli.leave(cli.main(train))
+    command_line.leave(command_line.main(train))

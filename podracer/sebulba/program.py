@@ -1,4 +1,4 @@
-"""Sebulba's compiled functions: an update over all learner devices, an actor device's steps."""
+"""Sebulba's compiled functions: the update over all learner devices, and acting on one device."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,39 +8,40 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from podracer import mesh as mesh_lib
-from podracer import parts as parts_lib
-from podracer import rollout
+from podracer.acting import host_unroll
+from podracer.acting.host_unroll import ActorState, HostUnroll, UnrollState
 from podracer.config import Config
-from podracer.learner import Metrics
-from podracer.parts import Parts
-from podracer.rollout import HostUnroll
+from podracer.distributed import mesh as mesh_lib
+from podracer.learning.learner import Metrics
+from podracer.training import builder
+from podracer.training.builder import Components
 from podracer.types import Array, Device, HostEnvironment, TimeStep, TrainState, Trajectory, Weights
 
 
-class State(struct.PyTreeNode):
-    """What Sebulba's learner owns, the same on every learner device.
+class SebulbaState(struct.PyTreeNode):
+    """The learner's state, the same on every learner device.
 
     Attributes:
-      train: weights, optimizer and the number of updates.
-      key: of the run.
+      train: weights, optimizer state and the number of updates.
+      key: the run's random key.
     """
 
     train: TrainState
     key: Array
 
 
-# Time comes first, so environments are the second axis of all but the memory.
-_IN_TIME: Any = mesh_lib.SHARDED_SECOND
-TRAJECTORY_SPECS = Trajectory(_IN_TIME, _IN_TIME, _IN_TIME, carry=mesh_lib.SHARDED)
+# A trajectory is time-major, so its environments are the second axis; the carry has no time axis.
+_ENVS_SECOND: Any = mesh_lib.SHARDED_SECOND
+TRAJECTORY_SPECS = Trajectory(_ENVS_SECOND, _ENVS_SECOND, _ENVS_SECOND, carry=mesh_lib.SHARDED)
 
 
 def interleave(trajectories: Sequence[Trajectory]) -> Trajectory:
-    """Trajectories of K threads as one, their environments in order of their global numbers.
+    """Joins the trajectories of K threads, with environments in order of their global numbers.
 
-    Thread k steps the environments k, k + K, k + 2K, ... Together with a split of every thread's
-    batch into as many parts as there are learners, this gives each learner consecutive numbers: so
-    neither the number of learners nor that of threads changes what is in which minibatch.
+    Thread k steps the environments k, k + K, k + 2K, ... Because every thread's batch is split into
+    as many parts as there are learner devices, each learner device receives consecutive numbers.
+    Neither the number of learner devices nor that of threads therefore changes which transitions a
+    minibatch contains.
     """
 
     def join(axis: int, *xs: Array) -> Array:
@@ -52,42 +53,48 @@ def interleave(trajectories: Sequence[Trajectory]) -> Trajectory:
     return jax.tree.map(lambda *xs: join(1, *xs), *steps).replace(carry=carry)
 
 
-class Step(NamedTuple):
-    """The update, to be jitted for the learner devices.
+class LearnerFunctions(NamedTuple):
+    """The learner's functions, to be jitted for the learner devices.
 
     Attributes:
-      init: ``(key) -> (State, weights)``.
-      update: ``(State, trajectories) -> (State, weights, metrics)``.
-
-    The weights are there to be published: a copy, as the state is donated to the next update.
+      init: ``(key) -> SebulbaState``.
+      update: ``(SebulbaState, trajectories) -> (SebulbaState, weights, metrics)``. The weights to
+        publish are a copy of those in the state, which is donated to the next update.
     """
 
     init: Any
     update: Any
 
 
-def copy(weights: Weights) -> Weights:
-    """Weights of their own."""
+def copy_weights(weights: Weights) -> Weights:
+    """A copy in memory of its own."""
     return jax.tree.map(jnp.copy, weights)
 
 
-def make_step(parts: Parts, mesh: jax.sharding.Mesh, num_threads: int) -> Step:
-    """The learner's functions over a mesh of learner devices, for so many trajectories."""
+def make_learner_functions(
+    components: Components, mesh: jax.sharding.Mesh, num_threads: int
+) -> LearnerFunctions:
+    """The learner's functions.
 
-    def init(key: Array) -> tuple[State, Weights]:
-        train = parts_lib.init_train_state(parts, key)
-        return State(train, key), copy(train.weights)
+    Args:
+      components: agent, optimizer and update.
+      mesh: the mesh over all learner devices.
+      num_threads: number of trajectories that an update takes.
+    """
+
+    def init(key: Array) -> SebulbaState:
+        return SebulbaState(builder.init_train_state(components, key), key)
 
     def update(
-        state: State, trajectories: tuple[Trajectory, ...]
-    ) -> tuple[State, Weights, Metrics]:
-        _, update_key = parts_lib.update_keys(state.key, state.train.step)
-        train, metrics = parts.update(state.train, interleave(trajectories), update_key)
-        return state.replace(train=train), copy(train.weights), metrics
+        state: SebulbaState, trajectories: tuple[Trajectory, ...]
+    ) -> tuple[SebulbaState, Weights, Metrics]:
+        _, update_key = builder.update_keys(state.key, state.train.step)
+        train, metrics = components.update(state.train, interleave(trajectories), update_key)
+        return state.replace(train=train), copy_weights(train.weights), metrics
 
     replicated = mesh_lib.REPLICATED
-    return Step(
-        mesh_lib.per_device(init, mesh, replicated, (replicated, replicated)),
+    return LearnerFunctions(
+        mesh_lib.per_device(init, mesh, replicated, replicated),
         mesh_lib.per_device(
             update,
             mesh,
@@ -97,71 +104,97 @@ def make_step(parts: Parts, mesh: jax.sharding.Mesh, num_threads: int) -> Step:
     )
 
 
-def lower_update(step: Step, state: Any, trajectories: Any) -> jax.stages.Lowered:
-    """The update, ready to compile for these arguments, or shapes of them; states are donated."""
-    return jax.jit(step.update, donate_argnums=0).lower(state, trajectories)
+def lower_update(functions: LearnerFunctions, state: Any, trajectories: Any) -> jax.stages.Lowered:
+    """The update, lowered for these arguments or shapes of them; the state is donated."""
+    return jax.jit(functions.update, donate_argnums=0).lower(state, trajectories)
 
 
-def make_unroll(
-    config: Config, env: HostEnvironment, parts: Parts, key: Array, learners: int
+def make_actor_functions(
+    config: Config, env: HostEnvironment, components: Components, key: Array, num_learners: int
 ) -> HostUnroll:
-    """An actor's functions; ``begin`` takes the number of the unroll in place of its key."""
-    functions = rollout.make_host_unroll(env, parts.agent, config.unroll_length, learners)
+    """An actor's functions; ``begin`` takes the unroll's number in place of its key.
 
-    def begin(weights: Weights, state: rollout.HostState, n: Array) -> Any:
-        act_key, _ = parts_lib.update_keys(key, n)
+    Args:
+      config: the run's configuration.
+      env: the environment.
+      components: agent, optimizer and update.
+      key: the run's random key.
+      num_learners: number of learner devices of a host, for which trajectories are split.
+    """
+    functions = host_unroll.make_host_unroll(
+        env, components.agent, config.unroll_length, num_learners
+    )
+
+    def begin(weights: Weights, state: ActorState, n: Array) -> Any:
+        act_key, _ = builder.update_keys(key, n)
         return functions.begin(weights, state, act_key)
 
     return functions._replace(begin=begin)
 
 
 class ActorShapes(NamedTuple):
-    """What an actor's functions take and give."""
+    """Shapes and dtypes of what an actor's functions take and return.
+
+    Attributes:
+      env_ids: ``[B]``, the environments' global numbers.
+      arrival: a time step ``[B, ...]`` as it is transferred to the device.
+      weights: the weights to act with.
+      state: the state between two unrolls.
+      number: ``[]``, the unroll's number.
+      unroll: the unfinished unroll.
+      parts: the trajectory, one part for each learner device.
+    """
 
     env_ids: Any
-    sent: TimeStep
+    arrival: TimeStep
     weights: Weights
-    state: rollout.HostState
+    state: ActorState
     number: Any
-    recording: rollout.Recording
+    unroll: UnrollState
     parts: tuple[Trajectory, ...]
 
 
 def actor_shapes(
     functions: HostUnroll, env: HostEnvironment, weights: Any, batch: int
 ) -> ActorShapes:
-    """Shapes of everything on an actor device; found without compiling."""
+    """The shapes of everything on an actor device, without compiling.
+
+    Args:
+      functions: the actor's functions.
+      env: the environment.
+      weights: shapes of the weights.
+      batch: number of environments of an actor thread.
+    """
     env_ids = jax.ShapeDtypeStruct((batch,), np.int32)
     number = jax.ShapeDtypeStruct((), np.int32)
-    sent = rollout.sent_shapes(env, batch)
-    state = jax.eval_shape(functions.start, env_ids, sent)
-    recording, _ = jax.eval_shape(functions.begin, weights, state, number)
-    _, parts = jax.eval_shape(functions.close, recording, sent)
-    return ActorShapes(env_ids, sent, weights, state, number, recording, parts)
+    arrival = host_unroll.transfer_shapes(env, batch)
+    state = jax.eval_shape(functions.start, env_ids, arrival)
+    unroll, _ = jax.eval_shape(functions.begin, weights, state, number)
+    _, parts = jax.eval_shape(functions.close, unroll, arrival)
+    return ActorShapes(env_ids, arrival, weights, state, number, unroll, parts)
 
 
-def lower_unroll(functions: HostUnroll, shapes: ActorShapes, device: Device) -> HostUnroll:
-    """An actor's functions, ready to compile for its device; recordings are donated."""
-    on = jax.sharding.SingleDeviceSharding(device)
+def lower_actor(functions: HostUnroll, shapes: ActorShapes, device: Device) -> HostUnroll:
+    """An actor's functions, lowered for its device; unfinished unrolls are donated."""
+    on_device = jax.sharding.SingleDeviceSharding(device)
     placed: ActorShapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), shapes
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device), shapes
     )
-
-    # A single part is the recording itself; several are copies.
-    whole = (0,) if len(shapes.parts) == 1 else ()
+    # With a single learner device the trajectory is the unroll's own memory; parts are copies.
+    donated = (0,) if len(shapes.parts) == 1 else ()
 
     def lower(function: Any, donate: tuple[int, ...], *arguments: Any) -> Any:
         return jax.jit(function, donate_argnums=donate).lower(*arguments)
 
     return HostUnroll(
-        lower(functions.start, (), placed.env_ids, placed.sent),
+        lower(functions.start, (), placed.env_ids, placed.arrival),
         lower(functions.begin, (), placed.weights, placed.state, placed.number),
-        lower(functions.act, (1,), placed.weights, placed.recording, placed.sent),
-        lower(functions.close, whole, placed.recording, placed.sent),
+        lower(functions.act, (1,), placed.weights, placed.unroll, placed.arrival),
+        lower(functions.close, donated, placed.unroll, placed.arrival),
     )
 
 
-def compile_unroll(functions: HostUnroll, shapes: ActorShapes, device: Device) -> HostUnroll:
+def compile_actor(functions: HostUnroll, shapes: ActorShapes, device: Device) -> HostUnroll:
     """Compiles an actor's functions for its device."""
-    lowered: Any = lower_unroll(functions, shapes, device)
+    lowered: Any = lower_actor(functions, shapes, device)
     return HostUnroll(*(function.compile() for function in lowered))

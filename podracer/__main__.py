@@ -1,0 +1,51 @@
+"""``podracer COMMAND ...``, the same as ``python -m podracer.COMMAND ...``."""
+
+import runpy
+import sys
+from collections.abc import Sequence
+
+import podracer
+from podracer.errors import ExitCode, run_command, unknown
+
+COMMANDS = {
+    "anakin": "train in environments written in JAX",
+    "sebulba": "train in host environments: envpool and Gymnasium",
+    "evaluate": "evaluate a saved run, and draw an episode as a GIF",
+    "plot": "draw the learning curves of runs",
+    "look": "show the progress of a run",
+    "plan": "estimate memory and speed on a TPU slice, with the TPU compiler",
+}
+
+
+def usage() -> str:
+    """The help text."""
+    lines = [f"  {name:<10} {text}" for name, text in COMMANDS.items()]
+    first, last = "usage: podracer COMMAND [...]", "Options of a command: podracer COMMAND --help"
+    return "\n".join([first, "", *lines, "", last, "Version: podracer --version"])
+
+
+def run(argv: Sequence[str]) -> None:
+    """Runs a command line without the program's name; a command ends by ``SystemExit``."""
+    name, *arguments = argv
+    if name in ("-h", "--help", "help"):
+        print(usage())
+    elif name == "--version":
+        print(f"podracer {podracer.__version__}")
+    elif name not in COMMANDS:
+        raise unknown("command", name, COMMANDS)
+    else:
+        sys.argv[1:] = arguments
+        # Only here are JAX and the command imported, and its environment variables set before.
+        runpy.run_module(f"podracer.{name}", run_name="__main__", alter_sys=True)
+
+
+def main() -> int:
+    """The ``podracer`` command. Returns the exit code."""
+    if len(sys.argv) < 2:
+        print(usage(), file=sys.stderr)
+        return ExitCode.CONFIG
+    return run_command(lambda: run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""A policy to call from Python: one observation in, one action out."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from podracer.acting.unroll import env_keys
+from podracer.envs import spaces
+from podracer.types import (
+    Agent,
+    Array,
+    Carry,
+    Discrete,
+    Environment,
+    HostEnvironment,
+    Spec,
+    TimeStep,
+    Weights,
+)
+
+
+def _check_weights(agent: Agent, weights: Weights) -> None:
+    """Raises ``ValueError`` if the weights have other shapes than the agent's."""
+    expected = jax.eval_shape(agent.init, jax.random.key(0))
+    if jax.tree.structure(weights) != jax.tree.structure(expected):
+        raise ValueError("the weights are of another agent or network: their structure differs")
+    pairs = zip(jax.tree.leaves_with_path(weights), jax.tree.leaves(expected), strict=True)
+    for (path, x), other in pairs:
+        if np.shape(x) != other.shape:
+            raise ValueError(
+                f"the weights{jax.tree_util.keystr(path)} have shape {np.shape(x)}, the agent's "
+                f"{other.shape}; of a run with num_seeds > 1, pass one agent's: "
+                "jax.tree.map(lambda x: x[i], weights)"
+            )
+
+
+def _observe(env: Environment | HostEnvironment, observation: Array) -> Array:
+    """An observation as agents see it; raises ``ValueError`` if it is not the environment's."""
+    spec, seen = env.spec.observation, env.observe(observation)
+    if seen.shape != spec.shape or not np.can_cast(seen.dtype, spec.dtype, "same_kind"):
+        raise ValueError(
+            f"an observation {observation.dtype}{list(observation.shape)} becomes {seen.dtype}"
+            f"{list(seen.shape)} for the agent, which expects {spec.dtype}{list(spec.shape)}"
+        )
+    return seen.astype(spec.dtype)
+
+
+class Policy:
+    """An agent that acts in one environment, as a function from observation to action.
+
+    Observations and actions have the form in which the environment of gymnax, Gymnasium or envpool
+    itself returns and takes them, without a batch axis. The policy keeps the agent's carry from one
+    call to the next, so ``reset`` must be called where an episode begins::
+
+        observation, _ = env.reset()
+        policy.reset()
+        while not done:
+            observation, _, terminated, truncated, _ = env.step(policy(observation))
+            done = terminated or truncated
+
+    It acts on this process' first device. One policy plays one episode at a time: several threads
+    need one each.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        weights: Weights,
+        env: Environment | HostEnvironment,
+        *,
+        greedy: bool = True,
+        seed: int = 0,
+    ):
+        """Compiles nothing; the first call does.
+
+        Args:
+          agent: the agent that acts.
+          weights: of the agent; of a run with num_seeds > 1, those of one of its agents.
+          env: its conversions of observations and actions are used; it is not stepped.
+          greedy: take the most probable action, else sample.
+          seed: of sampled actions.
+
+        Raises:
+          ValueError: the weights are not the agent's.
+        """
+        _check_weights(agent, weights)
+        self._spec: Spec = env.spec
+        device = jax.local_devices()[0]
+        self._weights = jax.device_put(jax.device_get(weights), device)
+        self._key = jax.device_put(jax.random.key(seed), device)
+        self._initial = jax.device_put(agent.carry(jnp.zeros(1, jnp.int32)), device)
+        self._count = 0
+
+        def act(
+            weights: Weights, carry: Carry, key: Array, count: Array, first: Array, observation: Any
+        ) -> tuple[Carry, Array]:
+            timestep = TimeStep(
+                _observe(env, observation)[None], jnp.zeros(1), jnp.ones(1), first[None]
+            )
+            env_ids = jnp.zeros(1, jnp.int32)
+            keys = env_keys(jax.random.fold_in(key, count), env_ids, 1)[0]
+            carry, action, _ = agent.act(weights, carry, timestep, keys, greedy=greedy)
+            return carry, spaces.to_environment(action, env.spec.action)[0]
+
+        self._act = jax.jit(act)
+        self.reset()
+
+    def reset(self) -> None:
+        """Begins a new episode: resets the carry. Actions are sampled with new random numbers."""
+        self._carry, self._first = self._initial, True
+
+    def __call__(self, observation: Any) -> Any:
+        """Chooses the next action.
+
+        Args:
+          observation: as the environment itself returns it, a number or an array.
+
+        Returns:
+          An ``int`` for a Discrete action space, a float32 numpy array of the space's shape for a
+          Box.
+
+        Raises:
+          ValueError: the observation has another shape or kind than the environment's.
+        """
+        inputs = (np.uint32(self._count % 2**32), np.bool_(self._first), np.asarray(observation))
+        self._carry, action = self._act(self._weights, self._carry, self._key, *inputs)
+        self._first = False
+        self._count += 1
+        if isinstance(self._spec.action, Discrete):
+            return int(action)
+        return np.asarray(action)

@@ -1,0 +1,391 @@
+"""A run's configuration: every setting, and the sizes that follow from them.
+
+A config file starts from ``default_config()`` and changes it; ``parse`` turns the result into a
+frozen ``Config``, and ``sizes`` derives every number that follows. Nothing is written back.
+"""
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from podracer.agents import AGENTS
+from podracer.agents.actor_critic import ActorCriticConfig
+from podracer.agents.ppo import PPOConfig
+from podracer.agents.vtrace import VTraceConfig
+from podracer.config.conversion import SettingsDict, from_mapping
+from podracer.distributed.joining import HostsConfig
+from podracer.errors import ConfigError, unknown
+from podracer.learning.optimizer import LearnerConfig
+from podracer.nets.actor_critic import NetworkConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationConfig:
+    """How the policy is evaluated, during training and at its end.
+
+    Attributes:
+      every: number of updates between two evaluations, rounded up to whole calls (see
+        ``Config.updates_per_call``); 0 evaluates only at the end.
+      episodes: number of whole episodes of each evaluation.
+      max_steps: the longest episode, in steps. A longer one counts with its return up to there.
+      greedy: take the most probable action; if false, sample actions from the policy.
+    """
+
+    every: int = 0
+    episodes: int = 128
+    max_steps: int = 10_000
+    greedy: bool = True
+
+    def __post_init__(self):
+        if self.every < 0 or min(self.episodes, self.max_steps) <= 0:
+            raise ConfigError(
+                "evaluation.every must not be negative, evaluation.episodes and "
+                "evaluation.max_steps must be positive, got "
+                f"{self.every}, {self.episodes} and {self.max_steps}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """When a run is saved, besides at its end, when it is stopped and at its best evaluation.
+
+    Attributes:
+      every: number of updates between two checkpoints, rounded up to whole calls (see
+        ``Config.updates_per_call``); 0 saves by the clock alone.
+      minutes: minutes between two checkpoints; 0 saves by the number of updates alone.
+      keep: how many of the newest checkpoints are kept. The one with the best evaluation is kept
+        as well.
+    """
+
+    every: int = 0
+    minutes: float = 5.0
+    keep: int = 2
+
+    def __post_init__(self):
+        if self.every < 0 or self.minutes < 0 or self.keep <= 0:
+            raise ConfigError(
+                "checkpoint.every and checkpoint.minutes must not be negative, checkpoint.keep "
+                f"must be positive, got {self.every}, {self.minutes} and {self.keep}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class LoggingConfig:
+    """Where metrics are written, besides the workdir's ``metrics.jsonl``.
+
+    Attributes:
+      tensorboard: write TensorBoard event files into the folder ``tensorboard`` of the workdir.
+      wandb: send metrics to Weights & Biases, which needs ``pip install 'podracer-rl[wandb]'``.
+      wandb_project: name of the project at Weights & Biases.
+      wandb_entity: user or team that owns this project; "" is the user's default.
+    """
+
+    tensorboard: bool = True
+    wandb: bool = False
+    wandb_project: str = "podracer"
+    wandb_entity: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class SebulbaConfig:
+    """Settings of Sebulba; Anakin ignores them.
+
+    Attributes:
+      actor_devices: indices of the devices of each host that act; () derives them from
+        ``learner_devices`` or ``learners_per_actor``.
+      learner_devices: indices of the devices of each host that learn; () takes all devices that do
+        not act. A device in both lists does both.
+      learners_per_actor: number of learner devices for each actor device, where neither list is
+        given: 3 splits 2 devices into 1 + 1, 4 into 1 + 3 and 8 into 2 + 6. A single device does
+        both.
+      threads: number of actor threads for each actor device. Each thread steps its own pool of
+        environments.
+      pool_threads: number of threads with which envpool steps each pool; 0 divides the CPU cores
+        evenly among the pools.
+      lag: unroll n acts with the weights after update n - lag. With 0 actors wait for each update;
+        with 1 they act while the learner learns from the unroll before.
+      free_running: act with the newest available weights, whatever their lag. Runs are then not
+        reproducible; only agent "vtrace" corrects for a varying lag.
+      newest_frame: transfer only the newest of the stacked frames to the device, which stacks them
+        again; envpool's Atari environments only.
+      timeout_s: seconds after which an activity of a thread, such as a step of its environments,
+        counts as hanging, and the run ends. Updates and other work on devices may take 10 times as
+        long as the longest update so far, if that is more.
+      first_update_timeout_s: seconds for work on devices until the first update has ended.
+      max_restarts: how often an actor thread may rebuild a pool that failed, within
+        ``restart_window_s`` seconds, before the run ends.
+      restart_window_s: the period in which restarts are counted.
+    """
+
+    actor_devices: tuple[int, ...] = ()
+    learner_devices: tuple[int, ...] = ()
+    learners_per_actor: int = 3
+    threads: int = 2
+    pool_threads: int = 0
+    lag: int = 1
+    free_running: bool = False
+    newest_frame: bool = False
+    timeout_s: float = 120.0
+    first_update_timeout_s: float = 1800.0
+    max_restarts: int = 10
+    restart_window_s: float = 3600.0
+
+    def __post_init__(self):
+        positive = ("learners_per_actor", "threads", "timeout_s", "first_update_timeout_s")
+        for key in (*positive, "restart_window_s"):
+            if getattr(self, key) <= 0:
+                raise ConfigError(f"sebulba.{key} must be positive, got {getattr(self, key)}")
+        for key in ("pool_threads", "max_restarts"):
+            if getattr(self, key) < 0:
+                raise ConfigError(f"sebulba.{key} must not be negative, got {getattr(self, key)}")
+        if self.lag not in (0, 1):
+            raise ConfigError(f"sebulba.lag must be 0 or 1, got {self.lag}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """All settings, for a config file and for ``--config.KEY=VALUE``.
+
+    Attributes:
+      env: the environment, as "suite:name" ("gymnax:CartPole-v1", "envpool:Pong-v5",
+        "gymnasium:LunarLander-v3"), or as "module:Class" for a gymnax environment of your own.
+      env_kwargs: keyword arguments of the environment's constructor.
+      env_params: values for fields of a gymnax environment's parameters; other fields keep their
+        defaults.
+      agent: the algorithm, "ppo" or "vtrace".
+      seed: seed of everything random, below 2^32.
+      num_seeds: number of independent agents that are trained at once in one program, with the
+        seeds ``seed``, ``seed + 1``, ... (Anakin only). Each of them takes ``total_steps`` steps in
+        ``num_envs`` environments.
+      total_steps: environment steps to train for, over all devices, rounded up to whole calls (see
+        ``updates_per_call``).
+      num_envs: number of environments, over all devices.
+      unroll_length: steps that each environment takes between two updates (T).
+      updates_per_call: number of updates between two rows of metrics. Anakin makes them in one call
+        of its compiled program. 0 chooses: about 100 rows a run with Anakin and 3,000 with Sebulba,
+        and at most 100 updates a call. A run that is asked to stop finishes its call first.
+      stagger: the largest number of random actions by which environments are advanced before
+        training (Anakin only). Each environment draws its own number, so that first episodes do not
+        all end at once; 0 advances none.
+      discount: discount factor of future rewards (gamma), in [0, 1].
+      entropy_cost: weight of the entropy bonus in the loss.
+      value_cost: weight of the value loss.
+      normalize_observations: standardise observations by their running mean and variance.
+      normalize_rewards: divide rewards by the running standard deviation of discounted returns.
+      optimizer, learning_rate, anneal, warmup, batch_rule, reference_batch, epsilon,
+        max_grad_norm, num_epochs, num_minibatches: see ``learning.optimizer.LearnerConfig``.
+      cpu_devices: number of devices that a CPU is split into; 0 chooses (see
+        ``auto_cpu_devices``). GPUs and TPUs ignore it.
+      network: see ``nets.actor_critic.NetworkConfig``.
+      ppo: see ``agents.ppo.PPOConfig``; other agents ignore it.
+      vtrace: see ``agents.vtrace.VTraceConfig``; other agents ignore it.
+      evaluation: see ``EvaluationConfig``.
+      checkpoint: see ``CheckpointConfig``.
+      hosts: see ``distributed.joining.HostsConfig``.
+      logging: see ``LoggingConfig``.
+      sebulba: see ``SebulbaConfig``; Anakin ignores it.
+    """
+
+    env: str = "gymnax:CartPole-v1"
+    env_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    env_params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    agent: str = "ppo"
+    seed: int = 0
+    num_seeds: int = 1
+    total_steps: int = 500_000
+    num_envs: int = 64
+    unroll_length: int = 128
+    updates_per_call: int = 0
+    stagger: int = 0
+    discount: float = 0.99
+    entropy_cost: float = 0.01
+    value_cost: float = 0.5
+    normalize_observations: bool = False
+    normalize_rewards: bool = False
+    optimizer: str = "adam"
+    learning_rate: float = 2.5e-4
+    anneal: bool = True
+    warmup: int = 0
+    batch_rule: str = "none"
+    reference_batch: int = 0
+    epsilon: float = 1e-5
+    max_grad_norm: float = 0.5
+    num_epochs: int = 4
+    num_minibatches: int = 4
+    cpu_devices: int = 0
+    network: NetworkConfig = dataclasses.field(default_factory=NetworkConfig)
+    ppo: PPOConfig = dataclasses.field(default_factory=PPOConfig)
+    vtrace: VTraceConfig = dataclasses.field(default_factory=VTraceConfig)
+    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    hosts: HostsConfig = dataclasses.field(default_factory=HostsConfig)
+    logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
+    sebulba: SebulbaConfig = dataclasses.field(default_factory=SebulbaConfig)
+
+    def __post_init__(self):
+        if self.agent not in AGENTS:
+            raise unknown("agent", self.agent, AGENTS)
+        for key in ("total_steps", "num_envs", "unroll_length", "num_seeds"):
+            if getattr(self, key) <= 0:
+                raise ConfigError(f"{key} must be positive, got {getattr(self, key)}")
+        for key in ("updates_per_call", "stagger", "cpu_devices", "seed"):
+            if getattr(self, key) < 0:
+                raise ConfigError(f"{key} must not be negative, got {getattr(self, key)}")
+        if self.seed + self.num_seeds > 2**32:
+            raise ConfigError(f"seed must be below 2^32, got {self.seed + self.num_seeds - 1}")
+        # Built here once, so that their impossible settings are rejected before anything starts.
+        _ = self.learner, self.actor_critic
+
+    @property
+    def seeds(self) -> range:
+        """The seed of each agent."""
+        return range(self.seed, self.seed + self.num_seeds)
+
+    @property
+    def learner(self) -> LearnerConfig:
+        """The settings of the learner."""
+        return _select(LearnerConfig, self)
+
+    @property
+    def actor_critic(self) -> ActorCriticConfig:
+        """The settings that all actor-critic agents share."""
+        return _select(ActorCriticConfig, self)
+
+
+def _select(cls: type, config: Config) -> Any:
+    return cls(**{field.name: getattr(config, field.name) for field in dataclasses.fields(cls)})
+
+
+def default_config() -> SettingsDict:
+    """Every setting with its default value, for a config file to change."""
+    return SettingsDict(dataclasses.asdict(Config()))
+
+
+def parse(config: Mapping[str, Any] | ConfigDict | Config) -> Config:
+    """The frozen ``Config`` with these settings.
+
+    Args:
+      config: settings by name, with sections as dictionaries; those left out keep their defaults.
+
+    Raises:
+      ConfigError: an unknown key, a value of the wrong type, or an impossible value.
+    """
+    if isinstance(config, Config):
+        return config
+    if isinstance(config, ConfigDict):
+        config = config.to_dict()
+    return from_mapping(Config, config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Every number that follows from a config and the number of devices.
+
+    Attributes:
+      num_devices: number of devices that learn, over all hosts.
+      num_envs: number of environments, over all devices.
+      envs_per_device: number of environments of each device.
+      unroll_length: steps that each environment takes between two updates (T).
+      steps_per_update: environment steps of one update, over all devices.
+      num_updates: number of updates of the run.
+      updates_per_call: number of updates of one call of the compiled program.
+      num_calls: number of these calls.
+      total_steps: environment steps of the run: the config's ``total_steps``, rounded up to whole
+        calls.
+    """
+
+    num_devices: int
+    num_envs: int
+    envs_per_device: int
+    unroll_length: int
+    steps_per_update: int
+    num_updates: int
+    updates_per_call: int
+    num_calls: int
+    total_steps: int
+
+    def calls(self, first: int) -> range:
+        """The number of the first update of each call, from update ``first`` on."""
+        return range(first, self.num_updates, self.updates_per_call)
+
+    def last(self, first: int) -> int:
+        """Number of updates done after these calls."""
+        return first + len(self.calls(first)) * self.updates_per_call
+
+
+def sizes(config: Config, num_devices: int, num_threads: int = 0) -> Sizes:
+    """Derives all sizes.
+
+    Args:
+      config: the run's configuration.
+      num_devices: number of devices that learn.
+      num_threads: number of actor threads, each of which splits its batch over all devices; 0 for
+        environments written in JAX.
+
+    Raises:
+      ConfigError: the environments do not divide evenly over devices and threads.
+    """
+    divisor = num_devices * max(1, num_threads)
+    if config.num_envs % divisor:
+        threads = f" times {num_threads} actor threads" if num_threads else ""
+        raise ConfigError(
+            f"num_envs={config.num_envs} does not divide over {num_devices} devices{threads}; "
+            f"{_nearest_multiple(config.num_envs, divisor)} would, and so would "
+            f"{_divisors(config.num_envs, max(1, num_threads))} devices"
+        )
+    steps_per_update = config.num_envs * config.unroll_length
+    updates = math.ceil(config.total_steps / steps_per_update)
+    rows = 3000 if num_threads else 100
+    per_call = min(config.updates_per_call or max(1, min(updates // rows, 100)), updates)
+    calls = math.ceil(updates / per_call)
+    return Sizes(
+        num_devices=num_devices,
+        num_envs=config.num_envs,
+        envs_per_device=config.num_envs // num_devices,
+        unroll_length=config.unroll_length,
+        steps_per_update=steps_per_update,
+        num_updates=calls * per_call,
+        updates_per_call=per_call,
+        num_calls=calls,
+        total_steps=calls * per_call * steps_per_update,
+    )
+
+
+def _nearest_multiple(n: int, divisor: int) -> int:
+    return max(1, round(n / divisor)) * divisor
+
+
+def _divisors(num_envs: int, num_threads: int) -> str:
+    """The first eight numbers of devices that the environments divide evenly over."""
+    found = [n for n in range(1, num_envs + 1) if num_envs % (n * num_threads) == 0]
+    return ", ".join(map(str, found[:8])) or "no number of"
+
+
+def cpu_cores() -> int:
+    """Number of CPU cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def auto_cpu_devices(config: Config, hosts: int = 1) -> int:
+    """How many devices a host's CPU is split into by default: two where that is faster, else one.
+
+    Two devices compute the two halves of a minibatch at once, but synchronise at every gradient
+    step. That pays off from 256 transitions for each device and gradient step
+    (benchmarks/README.md). It was measured on two cores only; ``cpu_devices`` sets other numbers.
+
+    Args:
+      config: the run's configuration.
+      hosts: number of hosts.
+    """
+    devices = 2
+    total = devices * hosts
+    per_step = config.num_envs * config.unroll_length // config.num_minibatches
+    whole = config.agent == "vtrace" or config.network.core != "none"
+    items = config.num_envs * (1 if whole else config.unroll_length)
+    divides = config.num_envs % total == 0 and items % (total * config.num_minibatches) == 0
+    return devices if cpu_cores() >= devices and per_step >= 256 * total and divides else 1

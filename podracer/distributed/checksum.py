@@ -1,0 +1,58 @@
+"""Names and checksums of the arrays of a tree."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from podracer.types import Array, ArrayTree
+
+
+def named_arrays(tree: ArrayTree) -> dict[str, Array]:
+    """The arrays of a tree by the name of their path; random keys as their uint32 data."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {path_name(path): jax.random.key_data(x) if is_key(x) else x for path, x in paths}
+
+
+def path_name(path: Any) -> str:
+    """The name of a leaf: the parts of its path, joined by slashes."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def is_key(x: Array) -> bool:
+    """Whether an array holds random keys."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _bits(x: Array) -> Array:
+    """The bits of each element as uint32."""
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint32)
+    kinds = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+    return jax.lax.bitcast_convert_type(x, kinds[x.dtype.itemsize]).astype(jnp.uint32)
+
+
+@jax.jit
+def checksum(arrays: Mapping[str, Array]) -> Array:
+    """A checksum that changes with any single element: a sum of all bits with odd weights.
+
+    The sum is over integers modulo 2^32, so it doesn't depend on how arrays are sharded.
+
+    Args:
+      arrays: arrays by name, of any shapes and types.
+
+    Returns:
+      ``[]`` uint32.
+    """
+    total = jnp.uint32(0)
+    for number, name in enumerate(sorted(arrays)):
+        x = arrays[name]
+        place = jnp.zeros(x.shape, jnp.uint32)
+        for axis in range(x.ndim):
+            stride = jnp.uint32(math.prod(x.shape[axis + 1 :]) % 2**32)
+            place += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * stride
+        part = jnp.sum(_bits(x) * (2 * place + 1), dtype=jnp.uint32)
+        total += part * jnp.uint32(2 * number + 1)
+    return total

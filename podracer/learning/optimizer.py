@@ -1,0 +1,110 @@
+"""How gradients become weights: the optimizer, its learning rate and their settings."""
+
+import dataclasses
+
+import optax
+
+from podracer.errors import ConfigError, unknown
+
+OPTIMIZERS = ("adam", "rmsprop")
+
+
+# By rule, the power of the ratio of the batch to the reference batch.
+BATCH_RULES = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnerConfig:
+    """Settings of the learner.
+
+    Attributes:
+      optimizer: "adam" or "rmsprop" (with epsilon inside the root, as in TensorFlow and IMPALA).
+      learning_rate: of the first gradient step after the warm-up.
+      anneal: whether the learning rate falls linearly to 0 over the run.
+      warmup: number of updates in which the learning rate first rises linearly from 0.
+      batch_rule: how the learning rate depends on the batch, that is, the transitions of a gradient
+        step over all devices: not at all ("none"), or in proportion to the ratio of the batch to
+        ``reference_batch`` ("linear", Goyal et al. 2017, https://arxiv.org/abs/1706.02677) or to
+        the square root of that ratio ("sqrt", Malladi et al. 2022,
+        https://arxiv.org/abs/2205.10287).
+      reference_batch: the batch that ``learning_rate`` was tuned for; must be 0 if ``batch_rule``
+        is "none".
+      epsilon: of the optimizer.
+      max_grad_norm: gradients are scaled down to this global norm; 0 turns clipping off.
+      num_epochs: passes over each batch of experience.
+      num_minibatches: gradient steps per pass.
+    """
+
+    optimizer: str
+    learning_rate: float
+    anneal: bool
+    warmup: int
+    batch_rule: str
+    reference_batch: int
+    epsilon: float
+    max_grad_norm: float
+    num_epochs: int
+    num_minibatches: int
+
+    def __post_init__(self):
+        if self.optimizer not in OPTIMIZERS:
+            raise unknown("optimizer", self.optimizer, OPTIMIZERS)
+        if self.batch_rule not in BATCH_RULES:
+            raise unknown("batch_rule", self.batch_rule, BATCH_RULES)
+        if self.warmup < 0 or (self.batch_rule != "none") != (self.reference_batch > 0):
+            raise ConfigError(
+                "warmup must not be negative, and reference_batch must be positive with a "
+                "batch_rule and 0 without, got "
+                f"{self.warmup}, {self.reference_batch} and {self.batch_rule!r}"
+            )
+        if min(self.num_epochs, self.num_minibatches) <= 0:
+            raise ConfigError(
+                "num_epochs and num_minibatches must be positive, got "
+                f"{self.num_epochs} and {self.num_minibatches}"
+            )
+        if self.learning_rate <= 0 or self.epsilon <= 0 or self.max_grad_norm < 0:
+            raise ConfigError(
+                "learning_rate and epsilon must be positive and max_grad_norm not negative, got "
+                f"{self.learning_rate}, {self.epsilon} and {self.max_grad_norm}"
+            )
+
+
+def make_optimizer(config: LearnerConfig) -> optax.GradientTransformation:
+    """Gradient clipping, then adam or rmsprop, on one flat vector of all parameters.
+
+    A small network has many small arrays, and an operation for each would cost more than its
+    arithmetic.
+    """
+    rate = config.learning_rate
+    if config.optimizer == "adam":
+        scale = optax.adam(rate, eps=config.epsilon)
+    else:
+        scale = optax.rmsprop(rate, decay=0.99, eps=config.epsilon, eps_in_sqrt=True)
+    norm = config.max_grad_norm
+    clip = optax.clip_by_global_norm(norm) if norm else optax.identity()
+    return optax.flatten(optax.chain(clip, scale))
+
+
+def make_schedule(config: LearnerConfig, num_updates: int, batch: int) -> optax.Schedule:
+    """The factor of the learning rate in update n, see ``LearnerConfig``.
+
+    It depends on the number of the *update*: an optimizer's own count does not advance where a loss
+    asks to skip gradient steps.
+
+    Args:
+      config: settings of the learner.
+      num_updates: number of updates of the run.
+      batch: transitions of a gradient step, over all devices.
+    """
+    factor = (batch / (config.reference_batch or batch)) ** BATCH_RULES[config.batch_rule]
+    fall = (
+        optax.linear_schedule(factor, 0.0, max(1, num_updates - config.warmup))
+        if config.anneal
+        else optax.constant_schedule(factor)
+    )
+    if not config.warmup:
+        return fall
+    # The rate of an update is that at its end, so that the first update learns, too.
+    step = factor / config.warmup
+    rise = optax.linear_schedule(step, factor, max(1, config.warmup - 1))
+    return optax.join_schedules([rise, fall], [config.warmup])

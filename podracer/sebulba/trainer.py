@@ -1,0 +1,163 @@
+"""Trains by Sebulba: compiles, starts the threads, and runs the training loop."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, Unpack
+
+import jax
+from etils import epath
+from ml_collections import ConfigDict
+
+from podracer import config as config_lib
+from podracer.acting.host_unroll import HostUnroll
+from podracer.config import Config, SebulbaConfig
+from podracer.sebulba import program, timing
+from podracer.sebulba.actor import ActorThread, Schedule
+from podracer.sebulba.evaluation import EvaluationThread
+from podracer.sebulba.learner import Learner
+from podracer.sebulba.pipeline import ParameterServer, PauseTimer, TrajectoryQueue
+from podracer.sebulba.pool import RestartingPool
+from podracer.sebulba.program import SebulbaState
+from podracer.sebulba.setup import SebulbaSetup, make_actors, prepare
+from podracer.sebulba.threads import HangLimits, Supervisor
+from podracer.training import builder, loop
+from podracer.training.options import RunOptions
+from podracer.training.start import compile_and_restore, open_session
+from podracer.types import Device
+
+
+def train(
+    config: ConfigDict | Config,
+    workdir: epath.PathLike | None = None,
+    **options: Unpack[RunOptions],
+) -> loop.Result:
+    """Trains an agent in host (CPU) environments.
+
+    Args:
+      config: a ``ConfigDict``, as ``podracer.config.default_config`` returns it, or a ``Config``.
+      workdir: folder of the run, or gs://BUCKET/FOLDER; a run that it holds is resumed. None writes
+        nothing.
+      **options: see ``training.options.Options``.
+
+    Returns:
+      The trained weights, all rows of metrics, and the summary.
+
+    Raises:
+      ConfigError: an impossible setting, before anything compiles.
+      DivergedError: a loss or gradient became NaN or infinite.
+      DriftError: devices no longer hold the same weights.
+      ActorError: a thread failed or hangs.
+      PreemptedError: the run was asked to end by SIGTERM, and has been saved.
+      SaveError: the run could not be saved or read back.
+    """
+    parsed = config_lib.parse(config)
+    with open_session("sebulba", lambda config, _: prepare(config), parsed, workdir, options) as (
+        setup,
+        session,
+        clock,
+    ):
+        heartbeat = session.processes.show_progress
+        compiled, state, progress = compile_and_restore(
+            lambda: compile_programs(setup), session, clock
+        )
+        if progress.update:
+            session.log("environments start new episodes, because host environments can't be saved")
+        with make_supervisor(parsed.sebulba, session.warn) as supervisor:
+            learner = start_threads(setup, compiled, state, supervisor, progress.update, heartbeat)
+            return loop.run(
+                state,
+                progress,
+                step=learner.step,
+                evaluate=EvaluationThread(setup, supervisor, heartbeat),
+                config=parsed,
+                sizes=setup.sizes,
+                session=session,
+                clock=clock,
+                mesh=setup.mesh,
+                make_policy=partial(builder.make_policy, parsed, setup.components.agent, setup.env),
+                report=partial(timing.report, steps_per_update=setup.sizes.steps_per_update),
+            )
+
+
+class CompiledPrograms(NamedTuple):
+    """A run's functions, compiled for its devices.
+
+    Attributes:
+      state: the learner's initial state.
+      update: the learner's update.
+      actor_functions: the functions of the actor threads, by actor device.
+    """
+
+    state: SebulbaState
+    update: Any
+    actor_functions: dict[Device, HostUnroll]
+
+
+def compile_programs(setup: SebulbaSetup) -> CompiledPrograms:
+    """Makes the learner's initial state, and compiles everything that a run calls."""
+    functions = setup.learner_functions
+    state = jax.jit(functions.init)(setup.key)
+    update = program.lower_update(functions, state, setup.trajectory_shapes()).compile()
+    actor_functions = {
+        device: program.compile_actor(setup.actor_functions, setup.actor_shapes, device)
+        for device in setup.split.actors
+    }
+    return CompiledPrograms(jax.block_until_ready(state), update, actor_functions)
+
+
+def make_supervisor(options: SebulbaConfig, warn: Callable[[str], None]) -> Supervisor:
+    """The supervisor of a run's threads; ``warn`` prints a warning, called from any thread."""
+    shared = jax.process_count() > 1
+    limits = HangLimits(options.timeout_s, options.first_update_timeout_s, shared=shared)
+    return Supervisor(limits, warn)
+
+
+def start_threads(
+    setup: SebulbaSetup,
+    compiled: CompiledPrograms,
+    state: SebulbaState,
+    supervisor: Supervisor,
+    first_update: int = 0,
+    heartbeat: Callable[[], None] = lambda: None,
+) -> Learner:
+    """Starts the actor threads and the learner, and publishes the first weights.
+
+    Args:
+      setup: the run.
+      compiled: its compiled functions.
+      state: the learner's state, initial or restored.
+      supervisor: watches the threads.
+      first_update: the update at which the run starts or resumes.
+      heartbeat: called before each update.
+
+    Returns:
+      The learner, whose ``step`` is to be called with the state.
+    """
+    options, sizes = setup.config.sebulba, setup.sizes
+    lag = None if options.free_running else options.lag
+    schedule = Schedule(first_update, sizes.last(first_update), sizes.unroll_length, lag)
+    parameters = ParameterServer(supervisor, keep=1 + options.lag)
+    pauses = PauseTimer()
+    queues = []
+    for actor in make_actors(setup, first_update):
+        queue = TrajectoryQueue(supervisor)
+        batch = len(actor.env_ids)
+        pool = RestartingPool(setup.env, actor.make_pool, batch, options, supervisor)
+        functions = compiled.actor_functions[actor.device]
+        thread = ActorThread(
+            actor, pool, functions, schedule, parameters, queue, pauses, supervisor
+        )
+        supervisor.start(actor.name, thread.run)
+        queues.append(queue)
+    learner = Learner(
+        setup,
+        compiled.update,
+        parameters,
+        queues,
+        pauses,
+        supervisor,
+        first_update,
+        heartbeat,
+    )
+    learner.publish(program.copy_weights(state.train.weights))
+    return learner

@@ -1,0 +1,314 @@
+"""Checkpoints of a run, over all its devices and processes, written by Orbax in the background."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+
+from podracer.distributed.checksum import named_arrays, path_name
+from podracer.distributed.processes import Processes
+from podracer.errors import ConfigError, SaveError, TransientError, unknown
+from podracer.storage import bucket, retry
+from podracer.storage import checkpoint_files as files
+from podracer.storage.checkpoint_files import FOLDER, Progress
+from podracer.storage.retry import Fault
+from podracer.types import Array, ArrayTree, Weights
+
+T = TypeVar("T")
+
+DAMAGED = "damaged_checkpoints"
+WHICH = ("last", "best")
+
+
+class Checkpoints:
+    """The checkpoints of a run in its workdir, written in the background."""
+
+    def __init__(
+        self,
+        workdir: epath.Path,
+        keep: int,
+        log: Callable[[str], None],
+        processes: Processes,
+    ):
+        """Reads and writes nothing yet.
+
+        A save that fails does not end a run of one process. Of several, only one may have failed,
+        and the others wait for it: its error ends them all.
+
+        Args:
+          workdir: of the run.
+          keep: how many of the newest checkpoints stay, beside the best one.
+          log: called with a line of text where something goes wrong without ending the run.
+          processes: save and restore their parts together.
+        """
+        self._workdir, self._keep, self._log = workdir, keep, log
+        self._processes = processes
+        self._manager: ocp.CheckpointManager | None = None
+        self._failed: Exception | None = None
+        # The highest score among the complete checkpoints, and the score of the one being written.
+        self._best = -math.inf
+        self._unconfirmed: float | None = None
+
+    def restore(self, state: ArrayTree) -> tuple[ArrayTree, Progress]:
+        """The newest undamaged checkpoint, placed on devices as ``state`` is.
+
+        Args:
+          state: the initial state of the run. It is freed if there is a checkpoint.
+
+        Returns:
+          State and progress; ``state`` and no progress where there is no checkpoint.
+
+        Raises:
+          SaveError: there are checkpoints, but all are damaged.
+          TransientError: a checkpoint can't be read at present.
+          ConfigError: a checkpoint may not be read.
+        """
+        folder = self._workdir / FOLDER
+        # Other processes may see older ones, or not all.
+        steps = self._processes.broadcast(
+            lambda: self._reading(folder, lambda: files.list_steps(folder))
+        )
+        if not steps:
+            return state, Progress()
+        shapes, build = files.describe(state)
+        for x in jax.tree.leaves(state):
+            x.delete()
+        scores, unreadable = self._processes.broadcast(lambda: self._read_scores(steps))
+        damaged = dict(unreadable)
+        for step in steps:
+            if step in damaged:
+                continue
+            loaded, reason = self._load(step, shapes)
+            if loaded is not None:
+                arrays, progress = loaded
+                self._processes.broadcast(lambda: self._set_aside(damaged))
+                self._best = max(score for each, score in scores if each not in damaged)
+                return build(arrays), progress
+            damaged[step] = reason
+        raise SaveError(
+            f"no checkpoint in {folder} can be used: "
+            + "; ".join(f"{step} ({reason})" for step, reason in damaged.items())
+            + "; --restart moves this run aside and starts over"
+        )
+
+    def _reading(self, path: epath.Path, function: Callable[[], T]) -> T:
+        """Calls a function that reads from this path, with retries."""
+
+        def log(text: str) -> None:
+            self._log(text)
+            self._processes.show_progress()
+
+        try:
+            return retry.call(f"{path} can't be read", function, log)
+        except (ConfigError, TransientError) as error:
+            raise type(error)(
+                f"{error}; if it stays unreadable, move it away to resume without it"
+            ) from error
+
+    def _read_scores(
+        self, steps: list[int]
+    ) -> tuple[list[tuple[int, float]], list[tuple[int, str]]]:
+        """The scores of checkpoints, and why that of a checkpoint can't be read.
+
+        Orbax reads the scores of all checkpoints in order to decide which ones stay: a damaged one
+        would make each save fail.
+        """
+        folder = self._workdir / FOLDER
+        scores, damaged = [], []
+        for step in steps:
+            try:
+                scores.append((step, files.read_score(folder, step)))
+            except Exception as error:
+                if retry.fault(error) is not Fault.DAMAGED:
+                    raise
+                damaged.append((step, retry.reason(error)))
+        return scores, damaged
+
+    def _load(
+        self, step: int, shapes: Mapping[str, Any]
+    ) -> tuple[tuple[Mapping[str, Array], Progress] | None, str]:
+        """The arrays and the progress of a checkpoint; or None, and why it is damaged."""
+        read, reason = self._together(lambda: self._read(step, shapes))
+        if reason:
+            return None, reason
+        # One sum over all devices, which no process may miss.
+        progress, reason = self._together(lambda: files.verify(*read))
+        return (None, reason) if reason else ((read[0], progress), "")
+
+    def _read(self, step: int, shapes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        folder = self._workdir / FOLDER
+        return self._reading(folder / str(step), lambda: files.read(folder, step, shapes))
+
+    def _together(self, make: Callable[[], Any]) -> tuple[Any, str]:
+        """What a function returns here, and the damage that it found in any process; "" for none.
+
+        Any other error ends this process, and by that the others.
+        """
+        made, reason = None, ""
+        try:
+            made = make()
+        except Exception as error:
+            if retry.fault(error) is not Fault.DAMAGED:
+                raise
+            reason = retry.reason(error)
+        reasons = self._processes.all_gather(reason)
+        if self._processes.count > 1:
+            reasons = [x and f"process {i}: {x}" for i, x in enumerate(reasons)]
+        return made, "; ".join(filter(None, reasons))
+
+    def _set_aside(self, damaged: dict[int, str]) -> None:
+        """Moves damaged checkpoints away, as their numbers will be needed again."""
+        aside = self._workdir / DAMAGED
+        for step, reason in damaged.items():
+            number = len(list(aside.iterdir())) if bucket.exists(aside) else 0
+            target = aside / f"{step}.{number}"
+            bucket.move(self._workdir / FOLDER / str(step), target)
+            self._log(f"checkpoint {step} is damaged ({reason}) and was moved to {target}")
+
+    def improves(self, score: float) -> bool:
+        """Whether a score is higher than that of every complete checkpoint. Waits for one that is
+        being written."""
+        self._wait()
+        return score > self._best
+
+    def save(self, state: ArrayTree, progress: Progress, score: float | None) -> None:
+        """Saves a state while training continues. If that fails, it is logged, and older
+        checkpoints stay.
+
+        Args:
+          state: may be donated as soon as this returns.
+          progress: how far the run has come; ``best`` is added here.
+          score: the mean return of the evaluation of this state, if that is the best so far.
+
+        Raises:
+          SaveError, TransientError: this save or the one before has failed, and other processes
+            wait for this one.
+        """
+        # The checkpoint before has to be complete first.
+        self._wait()
+        try:
+            folder = self._workdir / FOLDER
+            self._processes.broadcast(lambda: folder.mkdir(parents=True, exist_ok=True))
+            manager = self._manager = self._manager or files.open_manager(folder, self._keep)
+            best = self._best if score is None else score
+            progress = progress._replace(best=None if best == -math.inf else best)
+            if not self._processes.broadcast(lambda: progress.update in manager.all_steps()):
+                files.write(manager, state, progress, score)
+            elif self._processes.broadcast(lambda: files.amend(folder, progress, score)):
+                # A manager remembers the scores that it has read.
+                manager.close()
+                self._manager = None
+            self._failed, self._unconfirmed = None, score
+        except Exception as error:  # Any: training continues without this checkpoint.
+            self.record_failure(error)
+
+    def _wait(self) -> None:
+        """Waits for the checkpoint that is being written."""
+        try:
+            if self._manager is not None:
+                self._manager.wait_until_finished()
+        except Exception as error:  # As above; errors of the background appear here.
+            self.record_failure(error)
+        if self._unconfirmed is not None:
+            self._best, self._unconfirmed = self._unconfirmed, None
+
+    def record_failure(self, error: Exception) -> None:
+        """Notes that a checkpoint was not written because of this error.
+
+        Raises:
+          SaveError, TransientError: other processes wait for this one.
+        """
+        # This manager counts on the checkpoint that it began to write: the next save opens another.
+        self._manager, self._unconfirmed = None, None
+        self._failed = retry.final_error(
+            "the last checkpoint could not be written", error, SaveError
+        )
+        if self._processes.count > 1:
+            what = f"process {self._processes.index} could not write a checkpoint"
+            raise retry.final_error(what, error, SaveError) from error
+        self._log(f"a checkpoint could not be written ({retry.reason(error)}); training continues")
+
+    def finish(self) -> None:
+        """Waits for the last checkpoint. Raises ``SaveError`` or ``TransientError`` if it could not
+        be written."""
+        self._wait()
+        if self._failed is not None:
+            raise self._failed
+
+    def close(self) -> None:
+        """Waits for the checkpoint that is being written, and releases Orbax's threads."""
+        try:
+            self._wait()
+        except Exception as error:
+            # The run has ended already, perhaps by another error.
+            self._log(str(error))
+        if self._manager is not None:
+            self._manager.close()
+
+
+def load_weights(
+    workdir: epath.PathLike, which: str, like: Weights, processes: Processes | None = None
+) -> tuple[Weights, int]:
+    """The weights of a run.
+
+    Args:
+      workdir: of the run.
+      which: "last", or "best" by its evaluations.
+      like: arrays or shapes, which must be those of the run.
+      processes: that all load them; None if this process is alone.
+
+    Returns:
+      The weights, on the default device or placed as ``like`` is, and the number of updates that
+      made them.
+
+    Raises:
+      ConfigError: there are none, they have other shapes, or they are damaged.
+      TransientError: they can't be read at present.
+    """
+    if which not in WHICH:
+        raise unknown("choice of weights", which, WHICH)
+    # Orbax reads from absolute paths only.
+    folder = bucket.resolve(workdir) / FOLDER
+    what = f"the weights of {str(workdir)!r} can't be read"
+    try:
+        # The run may be training, so that processes see different checkpoints.
+        step = (processes or Processes()).broadcast(
+            lambda: retry.call(what, lambda: _choose(folder, which))
+        )
+        if step is None:
+            raise ConfigError(f"{str(workdir)!r} holds no checkpoints")
+        shapes = _placed_shapes(like)
+        found = retry.call(what, lambda: files.read_weights(folder, step, shapes))
+    except files.ShapeError as error:
+        raise ConfigError(
+            f"the weights in {str(workdir)!r} are of another network: {error}"
+        ) from error
+    except Exception as error:
+        if retry.fault(error) is not Fault.DAMAGED:
+            raise
+        raise ConfigError(
+            f"a checkpoint of {str(workdir)!r} is damaged: {retry.reason(error)}; resuming that "
+            "run replaces it"
+        ) from error
+    return jax.tree_util.tree_map_with_path(lambda path, _: found[path_name(path)], like), step
+
+
+def _placed_shapes(like: Weights) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes by name, on the default device where they are not placed."""
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or here)
+        for name, x in named_arrays(like).items()
+    }
+
+
+def _choose(folder: epath.Path, which: str) -> int | None:
+    """The newest checkpoint, or the newest of those with the highest score; None if there is no
+    checkpoint."""
+    steps = files.list_steps(folder)
+    if which == "last":
+        return max(steps, default=None)
+    return max(steps, key=lambda step: (files.read_score(folder, step), step), default=None)

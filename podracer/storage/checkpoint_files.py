@@ -1,0 +1,262 @@
+"""Checkpoints as files: what a folder ``checkpoints/UPDATE`` of a workdir holds.
+
+It has an item for the weights, one for the rest of the state, one for the run's progress, and one
+for the score of its evaluation. Orbax writes it under another name and renames it once it is
+complete; in a bucket, Orbax adds a file that says so.
+"""
+
+import json
+import math
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+
+from podracer.distributed.checksum import checksum, is_key, named_arrays, path_name
+from podracer.storage import bucket
+from podracer.storage.workdir import CHECKPOINTS
+from podracer.types import Array, ArrayTree, Row
+
+FOLDER = CHECKPOINTS
+WEIGHTS, REST, PROGRESS = "weights", "rest", "progress"
+# Where the weights are in the state of either architecture.
+_PREFIX = "train/weights/"
+# Files of a checkpoint that Orbax writes, and that are read and replaced here.
+_PROGRESS_FILE, _SCORE_FILE = "progress/metadata", "metrics/metrics"
+_COMMITTED = "commit_success.txt"
+
+
+class Progress(NamedTuple):
+    """How far a run has come: what a checkpoint holds beside arrays.
+
+    Attributes:
+      update: the number of updates done.
+      wall_time: seconds so far, over all starts of the run.
+      seconds: how many of them were spent on what, by name.
+      best: the highest mean return of an evaluation whose weights are saved; None before one.
+      pending: the last update's row of metrics, if the run stopped before its evaluation was done.
+    """
+
+    update: int = 0
+    wall_time: float = 0.0
+    seconds: Mapping[str, float] = {}
+    best: float | None = None
+    pending: Row | None = None
+
+
+def list_steps(folder: epath.Path) -> list[int]:
+    """The complete checkpoints of a folder, newest first."""
+    try:
+        # Orbax would take a folder that can't be read for an empty one.
+        names = [path.name for path in folder.iterdir()]
+    except FileNotFoundError:
+        return []
+    steps = [int(name) for name in names if name.isdecimal()]
+    if bucket.holds(folder):
+        steps = [step for step in steps if (folder / str(step) / _COMMITTED).exists()]
+    return sorted(steps, reverse=True)
+
+
+def read_score(folder: epath.Path, step: int) -> float:
+    """The mean return of a checkpoint's evaluation; -inf where it was not evaluated."""
+    try:
+        score = json.loads(bucket.read(folder / str(step) / _SCORE_FILE))["score"]
+    except FileNotFoundError:
+        score = None
+    return _order({"score": score})
+
+
+def _order(metrics: Mapping[str, float | None]) -> float:
+    score = metrics["score"]
+    return -math.inf if score is None else float(score)
+
+
+def describe(
+    tree: ArrayTree,
+) -> tuple[dict[str, jax.ShapeDtypeStruct], Callable[[Mapping[str, Array]], ArrayTree]]:
+    """What is needed to restore a tree: the shapes and placement of its arrays by name, and a
+    function that builds the tree from arrays by name."""
+    shapes = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        for name, x in named_arrays(tree).items()
+    }
+    paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+    kinds = {path_name(path): jax.random.key_impl(x) if is_key(x) else None for path, x in paths}
+
+    def build(named: Mapping[str, Array]) -> ArrayTree:
+        leaves = (
+            jax.random.wrap_key_data(named[name], impl=kind) if kind else named[name]
+            for name, kind in kinds.items()
+        )
+        return structure.unflatten(leaves)
+
+    return shapes, build
+
+
+def _split(named: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The two items of arrays: the weights, named as in a tree of their own, and the rest."""
+    items: dict[str, dict[str, Any]] = {WEIGHTS: {}, REST: {}}
+    for name, x in named.items():
+        short = name.removeprefix(_PREFIX)
+        items[REST if short == name else WEIGHTS][short] = x
+    return items
+
+
+def _join(items: Mapping[str, Any]) -> dict[str, Any]:
+    return {_PREFIX + name: x for name, x in items[WEIGHTS].items()} | dict(items[REST])
+
+
+def read(
+    folder: epath.Path, step: int, shapes: Mapping[str, jax.ShapeDtypeStruct]
+) -> tuple[dict[str, Array], dict[str, Any]]:
+    """Reads a checkpoint.
+
+    Args:
+      folder: with checkpoints.
+      step: the checkpoint's number of updates.
+      shapes: the arrays to read, by name, and how they are placed.
+
+    Returns:
+      The arrays, of which each process reads what its devices hold, and the progress with the
+      checksum as they are in JSON.
+    """
+    items = {k: ocp.args.StandardRestore(x) for k, x in _split(shapes).items()}
+    arguments = ocp.args.Composite(**items, **{PROGRESS: ocp.args.JsonRestore()})
+    with open_manager(folder, writes=False) as manager:
+        found = manager.restore(step, args=arguments)
+    return _join(found), dict(found[PROGRESS])
+
+
+def verify(arrays: Mapping[str, Array], progress: Mapping[str, Any]) -> Progress:
+    """The progress of a checkpoint that was read. Raises ``ValueError`` if its checksum is not that
+    of the arrays; all processes compute it together."""
+    content = dict(progress)
+    expected, got = content.pop("checksum"), int(jax.device_get(checksum(arrays)))
+    if got != expected:
+        raise ValueError(f"its checksum is {got}, not {expected}")
+    return Progress(**content)
+
+
+def read_weights(
+    folder: epath.Path, step: int, shapes: Mapping[str, jax.ShapeDtypeStruct]
+) -> Mapping[str, Array]:
+    """The weights of a checkpoint by name, placed as ``shapes`` are.
+
+    Raises:
+      ShapeError: they have other shapes.
+    """
+    with open_manager(folder, writes=False) as manager:
+        saved = manager.item_metadata(step)[WEIGHTS]
+        for name in sorted(saved.keys() | shapes.keys()):
+            there, here = (tuple(x[name].shape) if name in x else None for x in (saved, shapes))
+            if there != here:
+                raise ShapeError(f"{name} has the shape {there} there and {here} here")
+        arguments = ocp.args.Composite(**{WEIGHTS: ocp.args.StandardRestore(shapes)})
+        return manager.restore(step, args=arguments)[WEIGHTS]
+
+
+class ShapeError(Exception):
+    """The weights of a checkpoint have other shapes than the network."""
+
+
+def write(
+    manager: ocp.CheckpointManager, state: ArrayTree, progress: Progress, score: float | None
+) -> None:
+    """Begins to write a checkpoint; Orbax does the rest in the background.
+
+    Args:
+      manager: of ``open_manager``.
+      state: may be donated as soon as this returns.
+      progress: how far the run has come.
+      score: the mean return of the evaluation of this state, if there was one.
+    """
+    arrays = named_arrays(state)
+    content = {**progress._asdict(), "checksum": int(jax.device_get(checksum(arrays)))}
+    items = {k: ocp.args.StandardSave(x) for k, x in _split(arrays).items()}
+    arguments = ocp.args.Composite(**items, **{PROGRESS: ocp.args.JsonSave(content)})
+    # Orbax copies the arrays to the host in this thread by implicit transfers, which JAX's guard
+    # checks on a TPU and a GPU but never on a CPU, where nothing has to be copied.
+    with jax.transfer_guard_device_to_host("allow"):
+        manager.save(progress.update, args=arguments, metrics={"score": score}, force=True)
+
+
+def amend(folder: epath.Path, progress: Progress, score: float | None) -> bool:
+    """Replaces the progress and the score of a complete checkpoint, whose arrays stay.
+
+    A run that was stopped during an evaluation has saved this state already when its next start
+    has evaluated it.
+
+    Args:
+      folder: with checkpoints.
+      progress: the new progress.
+      score: the new score; None leaves it as it is.
+
+    Returns:
+      Whether anything had to be replaced.
+    """
+    path = folder / str(progress.update)
+    saved = json.loads(bucket.read(path / _PROGRESS_FILE))
+    if score is None and saved["pending"] == progress.pending:
+        return False
+    if score is not None:
+        bucket.write(path / _SCORE_FILE, json.dumps({"score": score}))
+    # Last: as long as an evaluation is pending, the next start repeats it.
+    content = {**progress._asdict(), "checksum": saved["checksum"]}
+    bucket.write(path / _PROGRESS_FILE, json.dumps(content))
+    return True
+
+
+def open_manager(
+    folder: epath.Path, keep: int = 1, *, writes: bool = True
+) -> ocp.CheckpointManager:
+    """Orbax's manager of a folder of checkpoints.
+
+    Where processes are named, they meet at JAX's coordinator, and not in a collective over all
+    devices: on CPUs that may still be running on some devices when the next one begins on others.
+
+    Args:
+      folder: with checkpoints; must exist.
+      keep: how many of the newest checkpoints stay, beside the one with the highest score.
+      writes: all processes write together; otherwise each one reads for itself.
+    """
+    processes = ocp.options.MultiprocessingOptions()
+    if jax.process_count() > 1:
+        active = set(range(jax.process_count())) if writes else {jax.process_index()}
+        processes = ocp.options.MultiprocessingOptions(
+            primary_host=min(active), active_processes=active
+        )
+    policies = ocp.checkpoint_managers
+    preserve = [policies.LatestN(keep), policies.BestN(get_metric_fn=_order, n=1)]
+    return ocp.CheckpointManager(
+        folder,
+        item_handlers={
+            WEIGHTS: ocp.StandardCheckpointHandler(),
+            REST: ocp.StandardCheckpointHandler(),
+            PROGRESS: ocp.JsonCheckpointHandler(),
+        },
+        options=ocp.CheckpointManagerOptions(
+            best_fn=_order,
+            preservation_policy=policies.AnyPreservationPolicy(preserve),
+            # What a process that was killed has left incomplete. A manager that neither cleans up
+            # nor saves only reads; Orbax's own option for that logs warnings about itself.
+            cleanup_tmp_directories=writes,
+            # One that reads a checkpoint must not fail because of the score of another.
+            lightweight_initialize=not writes,
+            # With named processes Orbax does not make the folder.
+            create=False,
+            multiprocessing_options=processes,
+            async_options=ocp.options.AsyncOptions(barrier_sync_fn=_barrier),
+        ),
+    )
+
+
+def _barrier(*, key: str, timeout_ms: int) -> None:
+    """Orbax's barrier in the background, except for a process that failed to write and cleans up:
+    the others do not arrive there, and the process must come to report its error."""
+    background = threading.current_thread() is not threading.main_thread()
+    if not (background and sys.exception()):
+        ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)

@@ -1,0 +1,67 @@
+"""Whether a config may resume a run: which settings differ, and which of them must not."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from etils import epath
+
+from podracer.errors import ConfigError
+from podracer.storage.workdir import read_config
+
+# Settings that a resumed run may not change: it would be another run, or its state would not fit.
+FIXED = (
+    "architecture", "env", "env_kwargs", "env_params", "agent", "seed", "num_seeds",
+    "num_envs", "unroll_length", "network", "optimizer", "normalize_observations",
+    "normalize_rewards",
+)  # fmt: skip
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A config's values by their dotted keys, as JSON gives them back."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = list(value) if isinstance(value, tuple) else value
+    return flat
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys whose values differ, with both values; None stands for a missing key."""
+    before, after = flatten(old), flatten(new)
+    keys = sorted(before.keys() | after.keys())
+    return {k: (before.get(k), after.get(k)) for k in keys if before.get(k) != after.get(k)}
+
+
+def check_same_run(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Checks that a config may resume a run, and describes each value that changes in a line.
+
+    Args:
+      old: the config of the run so far.
+      new: the config to resume it with.
+
+    Raises:
+      ConfigError: a value differs that may not.
+    """
+    lines = []
+    for key, (before, after) in differences(old, new).items():
+        if key.partition(".")[0] in FIXED:
+            raise ConfigError(
+                f"the run in the workdir has {key}={before!r}, not {after!r}, which can't change "
+                "when it is resumed; specify another --workdir, or --restart to move it aside and "
+                "start over"
+            )
+        lines.append(f"{key} was {before!r} and is now {after!r}")
+    return lines
+
+
+def check_num_seeds(init_from: epath.PathLike, num_seeds: int) -> None:
+    """Raises ``ConfigError`` if the run to start from trained another number of agents."""
+    other = read_config(init_from)["config"].get("num_seeds", 1)
+    if other != num_seeds:
+        raise ConfigError(
+            f"--init_from={init_from} is a run with num_seeds={other}, and this one has "
+            f"num_seeds={num_seeds}; each agent starts from one of the other run's, so set "
+            f"num_seeds={other}, or start from a run with num_seeds={num_seeds}"
+        )

@@ -1,0 +1,107 @@
+"""What both architectures build a run from: agent, optimizer, update, and the run's random keys.
+
+Every random number comes from a key that is folded from the run's key, and where numbers change
+from update to update, from the number of the update as well. No other key is therefore part of the
+state, and what a run draws depends on its seed alone.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from podracer.acting.policy import Policy
+from podracer.agents import AGENTS
+from podracer.config import Config, Sizes
+from podracer.distributed import mesh as mesh_lib
+from podracer.learning.learner import Update, make_update
+from podracer.learning.optimizer import make_optimizer, make_schedule
+from podracer.nets import actor_critic
+from podracer.types import Agent, Array, Environment, HostEnvironment, Spec, TrainState, Weights
+
+# What the run's key is folded with, for each of its uses.
+WEIGHTS, ENVIRONMENTS, STAGGER, UPDATES, EVALUATION = range(5)
+
+
+class Components(NamedTuple):
+    """An agent, and how it learns.
+
+    Attributes:
+      agent: the agent.
+      optimizer: the optimizer of its parameters.
+      update: ``(train_state, trajectory, key) -> (train_state, metrics)``; see
+        ``learning.learner``.
+    """
+
+    agent: Agent
+    optimizer: optax.GradientTransformation
+    update: Update
+
+
+def make_agent(config: Config, spec: Spec) -> Agent:
+    """Builds the agent with its network.
+
+    Raises:
+      ConfigError: the network does not fit the observations.
+    """
+    network = actor_critic.make_network(spec, config.network)
+    return AGENTS[config.agent](
+        spec, network, config.actor_critic, getattr(config, config.agent), mesh_lib.all_mean
+    )
+
+
+def build(config: Config, spec: Spec, sizes: Sizes) -> Components:
+    """Builds agent, optimizer and update.
+
+    Raises:
+      ConfigError: the network does not fit the observations.
+    """
+    agent = make_agent(config, spec)
+    optimizer = make_optimizer(config.learner)
+    update = make_update(
+        agent,
+        optimizer,
+        config.learner,
+        schedule=make_schedule(
+            config.learner, sizes.num_updates, sizes.steps_per_update // config.num_minibatches
+        ),
+        all_mean=mesh_lib.all_mean,
+        device_index=mesh_lib.device_index,
+    )
+    return Components(agent, optimizer, update)
+
+
+def make_policy(
+    config: Config, agent: Agent, env: Environment | HostEnvironment, weights: Weights
+) -> Policy:
+    """The policy that a run has trained; of several agents, the first one's.
+
+    Args:
+      config: the run's configuration.
+      agent: the run's agent.
+      env: the run's environment, which converts observations and actions.
+      weights: the trained weights, with an axis of agents first if there are several.
+    """
+    if config.num_seeds > 1:
+        weights = jax.tree.map(lambda x: x[0], jax.device_get(weights))
+    return Policy(agent, weights, env, greedy=config.evaluation.greedy, seed=config.seed)
+
+
+def init_train_state(components: Components, key: Array) -> TrainState:
+    """The learner's initial state, from the run's key."""
+    weights = components.agent.init(jax.random.fold_in(key, WEIGHTS))
+    return TrainState(weights, (), components.optimizer.init(weights.params), jnp.int32(0))
+
+
+def update_keys(key: Array, step: Array) -> tuple[Array, Array]:
+    """The keys for acting and for learning in update number ``step``, from the run's key."""
+    act_key, update_key = jax.random.split(
+        jax.random.fold_in(jax.random.fold_in(key, UPDATES), step)
+    )
+    return act_key, update_key
+
+
+def evaluation_key(key: Array, step: Array) -> Array:
+    """The key for the evaluation after update number ``step``, from the run's key."""
+    return jax.random.fold_in(jax.random.fold_in(key, EVALUATION), step)

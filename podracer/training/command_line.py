@@ -1,0 +1,269 @@
+"""The command line of training, the same for every architecture: flags in, exit code out.
+
+Exit codes are those of ``errors.ExitCode``. After 42 and 130 the run has been saved.
+"""
+
+import inspect
+import multiprocessing
+import os
+import pathlib
+import runpy
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import jax
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+from podracer.distributed import processes
+from podracer.errors import ConfigError, ExitCode, PreemptedError, run_command, unknown
+from podracer.training.options import Options
+
+# How a flag is defined, its default and its description.
+Flag = tuple[Callable[..., Any], Any, str]
+# The options of a run beside its config, see ``options.Options``.
+OPTIONS: dict[str, Flag] = {
+    name: (define, getattr(Options, name), text)
+    for name, (define, text) in {
+        "workdir": (flags.DEFINE_string, "Folder or gs://...; default: runs/NAME_OF_THE_CONFIG"),
+        "restart": (flags.DEFINE_bool, "Start over; an existing run in the workdir moves aside"),
+        "init_from": (flags.DEFINE_string, "Workdir of a run whose last weights to start from"),
+        "quiet": (flags.DEFINE_bool, "Print nothing but errors"),
+        "verbose": (flags.DEFINE_bool, "Show all values of each row of metrics"),
+        "coordinator": (flags.DEFINE_string, "HOST:PORT of process 0, where JAX finds no cluster"),
+        "num_processes": (flags.DEFINE_integer, "Number of processes; 1 runs without others"),
+        "process_id": (flags.DEFINE_integer, "Number of this process, from 0"),
+        "profile": (flags.DEFINE_integer, "Write a trace of this many updates to WORKDIR/profile"),
+    }.items()
+}
+CONFIG: Flag = (
+    flags.DEFINE_string,
+    None,
+    "A config file, or the name of one that podracer ships; --config.KEY=VALUE changes a value",
+)
+PACKAGE = pathlib.Path(__file__).parents[1]
+
+
+def shipped_configs() -> dict[str, pathlib.Path]:
+    """The config files that podracer ships, by name.
+
+    A wheel has them inside the package, a clone beside it.
+    """
+    inside = PACKAGE / "configs"
+    folder = inside if inside.is_dir() else PACKAGE.parent / "configs"
+    return {path.stem: path for path in sorted(folder.glob("*.py"))}
+
+
+def find_config(name: str) -> pathlib.Path:
+    """The config file of this path, or the shipped one of this name.
+
+    Raises:
+      ConfigError: there is neither.
+    """
+    path, shipped = pathlib.Path(name), shipped_configs()
+    if path.is_file():
+        return path
+    if name not in shipped:
+        raise unknown("config", name, {*shipped, *map(str, path.parent.glob("*.py"))})
+    return shipped[name]
+
+
+def _load_config(path: pathlib.Path, arguments: Sequence[str]) -> ConfigDict:
+    """The ``get_config(*arguments)`` of a config file."""
+    # config_flags.DEFINE_config_file would load it by load_module(), which Python 3.15 removes, and
+    # all config files of a process into one module.
+    get_config = runpy.run_path(str(path)).get("get_config")
+    if get_config is None:
+        raise ConfigError(f"--config={path} defines no function get_config()")
+    try:
+        inspect.signature(get_config).bind(*arguments)
+    except TypeError as error:
+        given = ":".join([str(path), *arguments])
+        raise ConfigError(f"--config={given} does not fit its get_config(): {error}") from error
+    config = get_config(*arguments)
+    if not isinstance(config, ConfigDict):
+        raise ConfigError(
+            f"get_config() of --config={path} must return a ConfigDict, got {config!r}"
+        )
+    return config.unlock()
+
+
+class _WholeNumberParser(flags.IntegerParser):
+    """Also reads whole numbers that are written as floats: 1e6."""
+
+    def convert(self, argument: Any) -> int:
+        try:
+            return super().convert(argument)
+        except ValueError:
+            pass
+        try:
+            number = float(argument)
+        except ValueError:
+            number = float("nan")
+        if not number.is_integer():
+            raise ValueError("must be a whole number")
+        return int(number)
+
+
+def _asks_for_help(argv: Sequence[str]) -> bool:
+    return any(argument in ("-h", "--help", "-help") for argument in argv)
+
+
+def _print_help(usage: str, known: Mapping[str, Flag]) -> NoReturn:
+    print(f"usage: python -m podracer.{usage}\n{_define(known).get_help()}")
+    raise SystemExit(ExitCode.OK)
+
+
+def _define(known: Mapping[str, Flag]) -> flags.FlagValues:
+    values = flags.FlagValues()
+    for name, (define, default, text) in known.items():
+        define(name, default, text, flag_values=values)
+    return values
+
+
+def _parse(values: flags.FlagValues, argv: Sequence[str]) -> None:
+    """Parses all of a command line; raises ``ConfigError`` if something in it is wrong."""
+    try:
+        rest = values(list(argv))
+    except flags.Error as error:
+        raise ConfigError(str(error)) from error
+    if len(rest) > 1:
+        raise ConfigError(
+            f"unexpected arguments: {' '.join(rest[1:])}; flags take their value after an equals "
+            "sign, as in --config.seed=1"
+        )
+
+
+def parse_flags(usage: str, known: Mapping[str, Flag], argv: Sequence[str]) -> dict[str, Any]:
+    """The values of a command's flags, by name.
+
+    Args:
+      usage: the command and its required flags, for the help text.
+      known: the flags.
+      argv: the command line, with the program's name first.
+
+    Raises:
+      ConfigError: an unknown flag or an impossible value.
+    """
+    if _asks_for_help(argv):
+        _print_help(usage, known)
+    values = _define(known)
+    _parse(values, argv)
+    return {name: values[name].value for name in known}
+
+
+def parse_config(
+    usage: str, known: Mapping[str, Flag], argv: Sequence[str]
+) -> tuple[ConfigDict, pathlib.Path, dict[str, Any]]:
+    """The config of a command line, the file that it is from, and the command's other flags.
+
+    A key that the config does not have is added to it: the keys of ``env_params`` and
+    ``env_kwargs`` belong to the environment, and ``config.parse`` rejects all others, with the
+    nearest names.
+
+    Args:
+      usage: the command, for the help text.
+      known: the flags beside ``--config``.
+      argv: the command line, with the program's name first.
+
+    Raises:
+      ConfigError: an unknown flag or section, or an impossible value.
+    """
+    if _asks_for_help(argv):
+        _print_help(f"{usage} --config=FILE", {"config": CONFIG, **known})
+    name, rest = _take_config(argv)
+    name, *arguments = name.split(":", 1)
+    path = find_config(name)
+    config = _load_config(path, arguments)
+    config_flags.register_flag_parser_for_type(int, _WholeNumberParser())
+    values = _define(known)
+    try:
+        config_flags.DEFINE_config_dict(
+            "config",
+            config,
+            flag_values=values,
+            lock_config=False,
+            accept_new_attributes=True,
+            sys_argv=list(rest),
+        )
+    except KeyError as error:
+        reason = str(error.args[0]).replace("\n", "; ")
+        raise ConfigError(f"unknown config section: {reason}") from error
+    _parse(values, rest)
+    return config, path, {name: values[name].value for name in known}
+
+
+def _take_config(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """The value of ``--config``, and the command line without it."""
+    values = _define({"config": CONFIG})
+    values.set_gnu_getopt()
+    try:
+        rest = values(list(argv), known_only=True)
+    except flags.Error as error:
+        raise ConfigError(str(error)) from error
+    name = values["config"].value
+    if not name:
+        raise ConfigError(
+            "--config is missing; specify a file, as in --config=my_config.py, or the name of a "
+            f"config that podracer ships: {', '.join(shipped_configs())}"
+        )
+    return name, rest
+
+
+def main(train: Callable[..., Any], argv: Sequence[str] | None = None) -> int:
+    """Trains as a command line specifies, and returns the exit code.
+
+    Args:
+      train: an architecture's ``train(config, **options)``.
+      argv: the command line, with the program's name first; None takes ``sys.argv``.
+    """
+
+    def command() -> None:
+        usage = train.__module__.split(".")[1]
+        config, path, options = parse_config(usage, OPTIONS, sys.argv if argv is None else argv)
+        options["workdir"] = options["workdir"] or f"runs/{path.stem}"
+        train(config, **options)
+
+    # This handler is in place until the loop installs its own, which saves the run first.
+    before = signal.signal(signal.SIGTERM, _end)
+    try:
+        return run_command(command)
+    except Exception:
+        # Printed here, as Python would first wait for threads and other processes.
+        traceback.print_exc()
+        return ExitCode.CRASHED
+    except SystemExit:
+        # From --help, or from rich where the output is closed.
+        if not processes.failed_alone():
+            raise
+        traceback.print_exc()
+        return ExitCode.CRASHED
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process without waiting for threads or processes that may hang."""
+    # A hanging thread can't be ended: Python would wait for it, or crash in its C++ code. JAX would
+    # wait for the other processes, which their watchdogs are ending.
+    failed_alone = processes.failed_alone()
+    hangs = any(thread is not threading.main_thread() for thread in threading.enumerate())
+    if not failed_alone:
+        jax.distributed.shutdown()
+    if hangs or failed_alone:
+        for child in multiprocessing.active_children():
+            child.kill()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _end(*_: object) -> None:
+    raise PreemptedError(
+        "stopped by SIGTERM before the first step; the same command starts the run again"
+    )

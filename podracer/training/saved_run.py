@@ -1,0 +1,299 @@
+"""Evaluating a saved run: episode statistics, and one episode as an animated GIF."""
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+
+from podracer import config as config_lib
+from podracer import envs
+from podracer.acting import rendering
+from podracer.acting.evaluation import make_evaluation
+from podracer.acting.host_evaluation import make_host_evaluation, pool_seeds
+from podracer.acting.policy import Policy
+from podracer.acting.rendering import FrameRecorder
+from podracer.acting.statistics import Episodes, summarize
+from podracer.config import Config
+from podracer.distributed import mesh as mesh_lib
+from podracer.envs import permission
+from podracer.errors import ConfigError
+from podracer.monitoring.formatting import mean_and_error, number
+from podracer.storage import checkpoint
+from podracer.storage.workdir import read_config
+from podracer.training import builder
+from podracer.types import Agent, Array, Environment, HostEnvironment, Weights
+from podracer.xla_cpu import prng
+
+# The default limit of frames in a GIF: 24 seconds, enough for a whole CartPole episode.
+GIF_FRAMES = 600
+
+
+class Evaluator(NamedTuple):
+    """The evaluation of one architecture.
+
+    Attributes:
+      agent: the agent that acts.
+      play: ``(weights, key) -> Episodes``, as the run's own evaluation plays them.
+      check_rendering: ``()``, raises ``ConfigError`` if the environment can't be drawn.
+      record: ``(weights, key, recorder) -> Episodes``, the first of those episodes, drawn.
+    """
+
+    agent: Agent
+    play: Callable[[Weights, Array], Episodes]
+    check_rendering: Callable[[], None]
+    record: Callable[[Weights, Array, FrameRecorder], Episodes]
+
+
+def _make_environment(config: Config) -> Environment:
+    return envs.make_environment(config.env, config.env_kwargs, config.env_params)
+
+
+def _make_host_environment(config: Config) -> HostEnvironment:
+    newest_frame = config.sebulba.newest_frame
+    return envs.make_host_environment(
+        config.env, config.env_kwargs, config.env_params, newest_frame=newest_frame
+    )
+
+
+def _make_evaluator(config: Config) -> Evaluator:
+    """Evaluates in an environment written in JAX."""
+    devices = mesh_lib.initialize_devices(
+        config.cpu_devices or config_lib.auto_cpu_devices(config), required=False
+    )
+    env = _make_environment(config)
+    agent = builder.make_agent(config, env.spec)
+    settings = config.evaluation
+    play = jax.jit(make_evaluation(env, agent, mesh_lib.make_mesh(devices), settings))
+
+    def record(weights: Weights, key: Array, recorder: FrameRecorder) -> Episodes:
+        return rendering.record_episode(env, agent, settings, weights, key, recorder)
+
+    return Evaluator(agent, play, lambda: rendering.check(config.env, env), record)
+
+
+def _make_host_evaluator(config: Config) -> Evaluator:
+    """Evaluates in host environments, with the seeds that the run's own evaluation uses."""
+    env = _make_host_environment(config)
+    agent = builder.make_agent(config, env.spec)
+
+    def play(weights: Weights, key: Array) -> Episodes:
+        evaluation = make_host_evaluation(env, agent, config)
+        try:
+            return evaluation(weights, key, lambda _: None)
+        finally:
+            evaluation.close()
+
+    def record(weights: Weights, key: Array, recorder: FrameRecorder) -> Episodes:
+        (seed,) = pool_seeds(config, config.num_envs + np.arange(1), 0)
+        return rendering.record_host_episode(
+            env, agent, config.evaluation, weights, key, seed, recorder
+        )
+
+    return Evaluator(agent, play, lambda: rendering.check_host(config.env, env), record)
+
+
+class _SavedRun(NamedTuple):
+    """One agent of a saved run.
+
+    Attributes:
+      config: of the run, as if this agent had been trained alone: with its seed and num_seeds=1.
+      on_host: whether the environment is stepped on the host.
+      num_seeds: number of agents that the run trained.
+    """
+
+    config: Config
+    on_host: bool
+    num_seeds: int
+
+
+def _read(workdir: epath.PathLike, member: int, allow_env: str | None) -> _SavedRun:
+    """Reads a run's config; nothing that the config names is imported or opened.
+
+    Raises:
+      ConfigError: the folder is no run, the run has no such member, or its environment needs a
+        permission that ``allow_env`` does not give.
+    """
+    content = read_config(workdir)
+    config = config_lib.parse(content["config"])
+    permission.check_permission(config.env, config.env_kwargs, allow_env)
+    if not 0 <= member < config.num_seeds:
+        raise ConfigError(
+            f"--member={member} must be from 0 to {config.num_seeds - 1}: the run has "
+            f"num_seeds={config.num_seeds}"
+        )
+    alone = _override(config, seed=config.seeds[member], num_seeds=1)
+    return _SavedRun(alone, content["architecture"] == "sebulba", config.num_seeds)
+
+
+def _load_weights(
+    workdir: epath.PathLike, which: str, agent: Agent, num_seeds: int, member: int
+) -> tuple[Weights, int]:
+    """A member's weights in a run of ``num_seeds`` agents, and the updates that made them."""
+    like = jax.eval_shape(agent.init, prng.key(0))
+    if num_seeds > 1:
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_seeds, *x.shape), x.dtype), like)
+    weights, update = checkpoint.load_weights(workdir, which, like)
+    if num_seeds > 1:
+        weights = jax.tree.map(lambda x: x[member], weights)
+    # Committed to no device, so that both the mesh and the one device of a recording can take them.
+    return jax.device_put(jax.device_get(weights)), update
+
+
+def _override(config: Any, **values: Any) -> Any:
+    """A section of a config with other values; None leaves a value as it is."""
+    given = {key: value for key, value in values.items() if value is not None}
+    return dataclasses.replace(config, **given)
+
+
+def _gif_path(gif: str | os.PathLike[str]) -> pathlib.Path:
+    path = pathlib.Path(gif)
+    if path.suffix.lower() != ".gif":
+        raise ConfigError(f"--gif={path} must end in .gif, as {path.with_suffix('.gif')} does")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        raise ConfigError(f"--gif={path} can't be written: {error.strerror}") from error
+    return path
+
+
+def evaluate(
+    workdir: epath.PathLike,
+    *,
+    weights: str = "last",
+    member: int = 0,
+    num_episodes: int | None = None,
+    greedy: bool | None = None,
+    seed: int | None = None,
+    gif: str | os.PathLike[str] | None = None,
+    gif_frames: int = GIF_FRAMES,
+    allow_env: str | None = None,
+) -> dict[str, Any]:
+    """Plays whole episodes as the run's own evaluation does.
+
+    With the run's settings and its last weights, the result equals the run's last evaluation.
+    Environments of envpool are an exception where a run evaluated more than once: their random
+    numbers continue from one evaluation to the next.
+
+    Args:
+      workdir: of a run of either architecture.
+      weights: "last", or "best" by the run's evaluations.
+      member: which agent of a run with num_seeds > 1, from 0. The default is the first and not the
+        best, whose returns would be biased by the choice.
+      num_episodes: number of episodes; None takes the run's evaluation.episodes.
+      greedy: take the most probable action instead of a sampled one; None takes the run's setting.
+      seed: of episodes and sampled actions; None takes the member's own.
+      gif: file to draw the first episode into.
+      gif_frames: limit of frames in it; of longer episodes only every n-th step is drawn.
+      allow_env: the id of the run's environment, which permits it to import the module that the id
+        names and to use the files that env_kwargs name. Needed for such environments, as the
+        workdir may be a stranger's.
+
+    Returns:
+      What was evaluated and its statistics, as values that JSON can represent.
+
+    Raises:
+      ConfigError: the workdir holds no run or no weights, a setting is impossible, or the
+        environment needs permission or can't be drawn.
+    """
+    if weights not in ("last", "best"):
+        raise ConfigError(f"--weights={weights} must be last or best")
+    run = _read(workdir, member, allow_env)
+    config = _override(run.config, seed=seed)
+    config = _override(
+        config, evaluation=_override(config.evaluation, episodes=num_episodes, greedy=greedy)
+    )
+    recorder = FrameRecorder(gif_frames)
+    evaluator = (_make_host_evaluator if run.on_host else _make_evaluator)(config)
+    loaded, update = _load_weights(workdir, weights, evaluator.agent, run.num_seeds, member)
+    key = builder.evaluation_key(prng.key(config.seed), jnp.int32(update))
+    if gif is not None:
+        evaluator.check_rendering()
+    path = None if gif is None else _gif_path(gif)
+    result = {
+        "env": config.env,
+        "agent": config.agent,
+        "weights": weights,
+        "member": member,
+        "num_seeds": run.num_seeds,
+        "update": update,
+        "env_steps": update * config.num_envs * config.unroll_length,
+        "seed": config.seed,
+        "greedy": config.evaluation.greedy,
+        **summarize(jax.device_get(evaluator.play(loaded, key))),
+    }
+    if path is not None:
+        drawn = evaluator.record(loaded, key, recorder)
+        result |= _write_gif(path, recorder, drawn)
+    return result
+
+
+def _write_gif(path: pathlib.Path, recorder: FrameRecorder, drawn: Episodes) -> dict[str, Any]:
+    """Writes the recorded frames; returns what is reported of them."""
+    rendering.write_gif(path, recorder.frames)
+    return {
+        "gif": str(path),
+        "gif_frames": len(recorder.frames),
+        "gif_return": float(drawn.ret[0]),
+        "gif_length": int(drawn.length[0]),
+    }
+
+
+def load_policy(
+    workdir: epath.PathLike,
+    *,
+    weights: str = "last",
+    member: int = 0,
+    greedy: bool | None = None,
+    seed: int = 0,
+    allow_env: str | None = None,
+) -> Policy:
+    """The policy of a saved run, to act with from Python.
+
+    Args:
+      workdir: of a run of either architecture.
+      weights: "last", or "best" by the run's evaluations.
+      member: which agent of a run with num_seeds > 1, from 0.
+      greedy: take the most probable action instead of a sampled one; None takes the run's setting
+        for evaluations.
+      seed: of sampled actions.
+      allow_env: see ``evaluate``.
+
+    Raises:
+      ConfigError: the workdir holds no run or no weights, or the environment needs permission.
+    """
+    run = _read(workdir, member, allow_env)
+    env = (_make_host_environment if run.on_host else _make_environment)(run.config)
+    agent = builder.make_agent(run.config, env.spec)
+    loaded, _ = _load_weights(workdir, weights, agent, run.num_seeds, member)
+    greedy = run.config.evaluation.greedy if greedy is None else greedy
+    return Policy(agent, loaded, env, greedy=greedy, seed=seed)
+
+
+def describe(result: Mapping[str, Any]) -> str:
+    """The result of ``evaluate`` as text."""
+    lines = [
+        "{agent} on {env}, {weights} weights: update {update:,}, {env_steps:,} steps",
+        "{episodes:,} episodes, {how}, seed {seed}",
+        "return {mean_and_std}, from {return_min} to {return_max}",
+        "length {length_mean}",
+    ]
+    if result["num_seeds"] > 1:
+        lines[0] = "member {member} of {num_seeds}: " + lines[0]
+    if result["complete"] < result["episodes"]:
+        lines[1] += " ({complete:,} ended, the others were capped at evaluation.max_steps)"
+    if "gif" in result:
+        lines.append(
+            "{gif}: {gif_frames:,} frames of an episode of {gif_length:,} steps, "
+            "return {gif_return}"
+        )
+    values = {key: number(x) if isinstance(x, float) else x for key, x in result.items()}
+    values["how"] = "greedy" if result["greedy"] else "sampled"
+    values["mean_and_std"] = mean_and_error(result["return_mean"], result["return_std"])
+    return "\n".join(lines).format(**values)

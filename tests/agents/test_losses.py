@@ -1,0 +1,149 @@
+"""The losses of PPO and V-trace against the papers' formulas in plain numpy, item by item."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from podracer import envs
+from podracer.agents import actor_critic, ppo, returns, vtrace
+from podracer.nets import actor_critic as nets
+from podracer.types import TimeStep
+from tests import references
+from tests.helpers import make_config
+
+ITEMS = 40
+
+
+def softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def make(agent, **changes):
+    config = make_config(agent=agent, entropy_cost=0.03, value_cost=0.7, **changes)
+    env = envs.make_environment("dummy:sign", {}, {})
+    network = nets.make_network(env.spec, config.network)
+    module = {"ppo": ppo, "vtrace": vtrace}[agent]
+    made = module.make(
+        env.spec, network, config.actor_critic, getattr(config, agent), lambda tree: tree
+    )
+    return made, network, made.init(jax.random.key(0)).params
+
+
+def random_items(rng):
+    return {
+        "observation": rng.normal(size=(ITEMS, 1)).astype(np.float32),
+        "action": rng.integers(0, 2, ITEMS),
+        "log_prob": np.log(rng.uniform(0.2, 0.9, ITEMS)).astype(np.float32),
+        "old_value": rng.normal(size=ITEMS).astype(np.float32),
+        "advantage": rng.normal(size=ITEMS).astype(np.float32),
+        "target": rng.normal(size=ITEMS).astype(np.float32),
+        "valid": (rng.uniform(size=ITEMS) < 0.7).astype(np.float32),
+    }
+
+
+def ppo_batch(x):
+    targets = returns.Targets(x["advantage"], x["target"], x["valid"])
+    sample = ppo.Sample(
+        x["observation"],
+        np.zeros(ITEMS, bool),
+        x["action"],
+        x["log_prob"],
+        x["old_value"],
+        targets,
+    )
+    return (), jax.tree.map(lambda leaf: jnp.asarray(leaf)[:, None], sample)
+
+
+@pytest.mark.parametrize("value_clip", [0.0, 0.1])
+def test_ppo_is_equation_seven_with_value_and_entropy(value_clip):
+    agent, network, params = make("ppo", ppo__value_clip=value_clip, ppo__clip=0.2)
+    x = random_items(np.random.default_rng(0))
+    _, logits, value = network.apply(params, (), x["observation"][None], np.zeros((1, ITEMS), bool))
+    p, value = softmax(np.asarray(logits[0])), np.asarray(value[0])
+
+    policy = values = entropy = 0.0
+    clipped = np.zeros(ITEMS, bool)
+    for i in range(ITEMS):
+        if not x["valid"][i]:
+            continue
+        ratio = p[i, x["action"][i]] / np.exp(x["log_prob"][i])
+        a = x["advantage"][i]
+        policy -= min(ratio * a, min(max(ratio, 0.8), 1.2) * a)
+        clipped[i] = (ratio > 1.2 and a > 0) or (ratio < 0.8 and a < 0)
+        error = (value[i] - x["target"][i]) ** 2
+        if value_clip:
+            old = x["old_value"][i]
+            moved = old + min(max(value[i] - old, -value_clip), value_clip)
+            error = max(error, (moved - x["target"][i]) ** 2)
+        values += 0.5 * error
+        entropy -= (p[i] * np.log(p[i])).sum()
+    total = (policy + 0.7 * values - 0.03 * entropy) / ITEMS
+
+    loss, aux = agent.loss(params, None, ppo_batch(x), None)
+    np.testing.assert_allclose(loss, total, rtol=1e-4)
+    np.testing.assert_allclose(aux.metrics["policy"], policy / ITEMS, rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(aux.metrics["value"], values / ITEMS, rtol=1e-4)
+    np.testing.assert_allclose(aux.metrics["entropy"], entropy / ITEMS, rtol=1e-4)
+    assert 0 < clipped.sum() < ITEMS
+
+
+def test_ppo_has_no_gradient_where_clipped_or_invalid():
+    agent, _, params = make("ppo", ppo__value_clip=0.0)
+    x = random_items(np.random.default_rng(1))
+    gradient = jax.jit(jax.grad(lambda p, batch: agent.loss(p, None, batch, None)[0]))
+
+    def same(a, b):
+        leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+        return all(np.allclose(m, n, atol=1e-7) for m, n in leaves)
+
+    before = gradient(params, ppo_batch(x))
+    invalid = x["valid"] == 0
+    other = {**x, **{k: np.where(invalid, 9, x[k]) for k in ("advantage", "target", "old_value")}}
+    assert same(before, gradient(params, ppo_batch(other)))
+    valid = {**x, "advantage": np.where(invalid, x["advantage"], 9).astype(np.float32)}
+    assert not same(before, gradient(params, ppo_batch(valid)))
+    # Ratios far beyond the clip: the policy loss has no gradient.
+    far = {**x, "log_prob": np.full(ITEMS, -20, np.float32), "advantage": np.ones(ITEMS)}
+    farther = {**far, "advantage": np.full(ITEMS, 7.0)}
+    assert same(gradient(params, ppo_batch(far)), gradient(params, ppo_batch(farther)))
+
+
+def test_ppo_normalises_advantages_that_are_far_from_zero():
+    rng = np.random.default_rng(0)
+    advantage = (5000 + rng.normal(size=(64, 8)) * 0.5).astype(np.float32)
+    valid = np.ones_like(advantage)
+    valid[:, 0] = 0
+    out = np.asarray(ppo._normalize(advantage, valid, lambda tree: tree))[:, 1:]
+    assert abs(out.mean()) < 1e-2
+    assert abs(out.std() - 1) < 1e-2
+
+
+def test_vtrace_is_the_actor_critic_of_the_paper():
+    agent, network, params = make("vtrace", discount=0.9)
+    rng = np.random.default_rng(3)
+    stream = references.random_stream(rng, 12, 5, next_step=True, truncate=0.5)
+    observation = rng.normal(size=(13, 5, 1)).astype(np.float32)
+    first = np.asarray(stream.timestep.first)
+    timestep = TimeStep(observation, stream.timestep.reward, stream.timestep.discount, first)
+    action = rng.integers(0, 2, (12, 5))
+    behaviour = np.log(rng.uniform(0.2, 0.9, (12, 5))).astype(np.float32)
+
+    _, logits, values = network.apply(params, (), observation, first)
+    p, values = softmax(np.asarray(logits[:-1])), np.asarray(values)
+    log_prob = np.log(np.take_along_axis(p, action[..., None], -1))[..., 0]
+    rho = np.exp(log_prob - behaviour)
+    advantage, target = references.vtrace(stream, values, rho, 0.9, 1.0, 1.0, 1.0)
+    valid = np.asarray(returns.valid(timestep))
+    policy = -(valid * advantage * log_prob).mean()
+    value = 0.5 * (valid * (values[:-1] - target) ** 2).mean()
+    entropy = -(valid * (p * np.log(p)).sum(-1)).mean()
+    assert 0 < valid.mean() < 1
+
+    batch = actor_critic.time_major((jax.tree.map(jnp.asarray, timestep), action, behaviour))
+    loss, aux = agent.loss(params, None, ((), batch), None)
+    np.testing.assert_allclose(aux.metrics["policy"], policy, rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(aux.metrics["value"], value, rtol=1e-3)
+    np.testing.assert_allclose(aux.metrics["entropy"], entropy, rtol=1e-4)
+    np.testing.assert_allclose(loss, policy + 0.7 * value - 0.03 * entropy, rtol=1e-3)

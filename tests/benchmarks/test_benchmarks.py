@@ -1,0 +1,87 @@
+"""The benchmarks run with tiny sizes and print consistent results; their speed is not tested."""
+
+import importlib.metadata
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+from flax import nnx
+
+from podracer import config as config_lib
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def printed(capsys):
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_anakin(load, capsys):
+    # An environment and an agent that compile quickly, on all devices of the test process.
+    arguments = ["--env=dummy:counting", "--agent=vtrace", "--cpu_devices=8", "--num_envs=32"]
+    sizes = ["--unroll_length=4", "--updates_per_call=1", "--calls=5", "--seconds=0"]
+    load("anakin").main([*arguments, *sizes])
+    (result,) = printed(capsys)
+    assert (result["env"], result["agent"]) == ("dummy:counting", "vtrace")
+    assert (result["num_envs"], result["unroll_length"]) == (32, 4)
+    assert result["devices"] == "8 x cpu"
+    assert len(result["steps_per_second_all"]) == 5
+    assert result["steps_per_second"] == sorted(result["steps_per_second_all"])[2] > 0
+    ratio = result["steps_per_second"] / result["ceiling_steps_per_second"]
+    assert result["ceiling_ratio"] == pytest.approx(ratio, abs=1e-3)
+    assert result["versions"]["jax"] == importlib.metadata.version("jax")
+    assert result["versions"].keys() == {"podracer", "jax", "flax"}
+
+
+def test_convolution(load, capsys):
+    load("convolution").main(["--torso=minatar", "--batch=2", "--rounds=1"])
+    results = printed(capsys)
+    assert [(result["gradients"], result["scan"]) for result in results] == [
+        ("podracer", True), ("podracer", False), ("jax", True), ("jax", False),
+    ]  # fmt: skip
+    assert all(result["images_per_second"] > 0 for result in results)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_convolution_compares_podracers_gradients_with_jaxs(own, load):
+    convolution = load("convolution")
+    torso = convolution.make_torso("minatar", own=own)
+    (layer,) = (x for _, x in nnx.iter_graph(torso) if isinstance(x, nnx.Conv))
+    assert (layer.conv_general_dilated is jax.lax.conv_general_dilated) != own
+
+
+def test_cleanba_is_a_valid_config(load):
+    config = config_lib.parse(load("cleanba").get_config())
+    assert (config.env, config.agent, config.ppo.clip) == ("envpool:Pong-v5", "ppo", 0.1)
+
+
+@pytest.mark.slow
+def test_sebulba():
+    """As a command, with the number of devices that a user's process has."""
+    command = [
+        sys.executable, "benchmarks/sebulba.py", "--env=envpool:Pong-v5", "--num_envs=8",
+        "--unroll_length=4", "--seconds=0.2",
+    ]  # fmt: skip
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    result = json.loads(run.stdout)
+    assert (result["env"], result["num_envs"]) == ("envpool:Pong-v5", 8)
+    assert result["frames_per_second"] == pytest.approx(4 * result["steps_per_second"], abs=2)
+    assert result["steps_per_second"] > 0
+    assert len(result["ceiling_steps_per_second_all"]) == 5
+    ratios = [
+        learning / alone
+        for learning, alone in zip(
+            result["steps_per_second_all"], result["ceiling_steps_per_second_all"], strict=True
+        )
+    ]
+    assert min(ratios) - 1e-3 <= result["ceiling_ratio"] <= max(ratios) + 1e-3
+    actors = ("environment", "inference", "transfer", "wait")
+    learner = ("wait", "update", "publish")
+    assert result["breakdown"].keys() == {
+        *(f"actor_{name}" for name in actors),
+        *(f"learner_{name}" for name in learner),
+    }

@@ -1,0 +1,116 @@
+"""Real processes learn together what one process learns alone, and fail together."""
+
+import contextlib
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from podracer import anakin, sebulba
+from podracer.errors import ExitCode
+from podracer.training import command_line
+from tests.distributed.jobs import (
+    SHUFFLED,
+    Job,
+    check_same_learning,
+    flags,
+    free_port,
+    last_arrays,
+    start,
+)
+
+
+@pytest.fixture(autouse=True)
+def eight_devices():
+    """JAX runs before a test asks for fewer devices."""
+    assert len(jax.devices()) == 8
+
+
+def test_two_processes_agree_train_and_fail_together(tmp_path):
+    port = str(free_port())
+    with contextlib.ExitStack() as stack:
+        pair = [
+            start("-m", "tests.distributed.pair", str(index), port, str(tmp_path))
+            for index in range(2)
+        ]
+        for process in pair:
+            stack.callback(process.communicate)
+            stack.callback(process.kill)
+        argv = ["anakin", *flags("anakin", tmp_path / "one", **SHUFFLED, cpu_devices=4), "--quiet"]
+        assert command_line.main(anakin.train, argv) == ExitCode.OK
+        ended = [process.communicate(timeout=240) for process in pair]
+    assert all("trained" in out for out, _ in ended), ended
+    check_same_learning(tmp_path / "one", tmp_path / "two")
+    # Process 0 alone has written.
+    assert len(list((tmp_path / "two" / "tensorboard").iterdir())) == 1
+    # The last save of the pair fails in process 1.
+    assert [process.returncode for process in pair] == [ExitCode.NOT_SAVED] * 2, ended
+    why = "process 1 could not write a checkpoint: No space left on device"
+    assert f"failed: SaveError: {why}" in ended[0][1]
+    assert f"error: {why}" in ended[1][1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("architecture", "agent", "count", "learners"),
+    [
+        ("anakin", "vtrace", 2, 4),
+        ("anakin", "ppo", 4, 8),
+        ("anakin", "vtrace", 4, 8),
+        # Each host has one actor and one learner.
+        ("sebulba", "ppo", 2, 2),
+        ("sebulba", "vtrace", 2, 2),
+        ("sebulba", "ppo", 4, 4),
+        ("sebulba", "vtrace", 4, 4),
+    ],
+)
+def test_several_processes_learn_what_one_does(architecture, agent, count, learners, tmp_path):
+    train = {"anakin": anakin.train, "sebulba": sebulba.train}[architecture]
+    alone = {"cpu_devices": learners}
+    if architecture == "sebulba":
+        alone = {"cpu_devices": 1 + learners, "sebulba.actor_devices": "(0,)"}
+    with Job(architecture, count, tmp_path / "many", agent=agent, **SHUFFLED) as job:
+        settings = {"agent": agent, **SHUFFLED, **alone}
+        argv = [architecture, *flags(architecture, tmp_path / "one", **settings), "--quiet"]
+        assert command_line.main(train, argv) == ExitCode.OK
+        job.succeed()
+    check_same_learning(tmp_path / "one", tmp_path / "many")
+    if architecture == "sebulba":
+        rows = (tmp_path / "one" / "metrics.jsonl").read_text().splitlines()
+        assert json.loads(rows[-1])["train/episodes"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_seeds_a_trace_and_the_weights_of_another_run(tmp_path):
+    with Job("anakin", 2, tmp_path / "one", num_seeds=2) as job:
+        job.succeed()
+    more = [f"--init_from={tmp_path / 'one'}", "--profile=1"]
+    with Job("anakin", 2, tmp_path / "two", more, num_seeds=2, learning_rate=1e-30) as job:
+        job.succeed()
+    one, two = (last_arrays(tmp_path / name) for name in ("one", "two"))
+    for name in [name for name in one if name.startswith("weights/")]:
+        np.testing.assert_allclose(two[name], one[name], rtol=0, atol=1e-20)
+    assert list((tmp_path / "two" / "profile").rglob("*.xplane.pb"))
+
+
+SLOW_COMPILATION = """
+import sys, time
+from podracer.anakin import trainer
+def compile_program(*arguments):
+    try:
+        return original(*arguments)
+    finally:
+        time.sleep(40 if "--process_id=1" in sys.argv else 0)
+original, trainer.compile_program = trainer.compile_program, compile_program
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_process_that_compiles_for_longer_is_waited_for(tmp_path):
+    # Gloo, which connects the CPUs of processes, waits 30 seconds only.
+    with Job("anakin", 2, tmp_path, code=SLOW_COMPILATION) as job:
+        job.succeed()

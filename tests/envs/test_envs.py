@@ -1,0 +1,213 @@
+"""Environments written in JAX: all of gymnax, a user's own, and the counting one."""
+
+import dataclasses
+from urllib.error import URLError
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from podracer import envs
+from podracer.envs import dummy, spaces
+from podracer.envs.gymnax import import_gymnax
+from podracer.errors import ConfigError
+from podracer.types import Box, Discrete
+from podracer.xla_cpu import prng
+from tests.helpers import make_config, make_run
+
+gymnax = import_gymnax()
+OFFLINE = "MNISTBandit-bsuite"
+
+
+# One of each kind of observation and action; the others take as long to compile.
+FEW = (
+    "CartPole-v1",
+    "Pendulum-v1",
+    "Breakout-MinAtar",
+    "DeepSea-bsuite",
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        n if n in FEW else pytest.param(n, marks=pytest.mark.slow)
+        for n in gymnax.registered_envs
+        if n != OFFLINE
+    ],
+)
+def test_every_gymnax_environment_trains_for_two_updates(name):
+    config = make_config(env=f"gymnax:{name}", num_envs=4, updates_per_call=2)
+    _, _, state, step = make_run(config)
+    before = jax.device_get(state.train.weights.params)
+    state, metrics = step(state)
+    assert int(state.train.step) == 2
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(metrics))
+    changed = jax.tree.map(lambda a, b: (a != b).any(), before, state.train.weights.params)
+    assert any(jax.tree.leaves(changed))
+
+
+def test_gymnax_has_as_many_environments_as_these_tests_know():
+    assert len(gymnax.registered_envs) == 26
+
+
+def test_an_environment_whose_data_can_not_be_downloaded_is_rejected(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise URLError("no network in this test")
+
+    monkeypatch.setattr("urllib.request.urlopen", refuse)
+    monkeypatch.setattr("urllib.request.urlretrieve", refuse)
+    with pytest.raises(ConfigError, match=r"downloads its data set.*no network in this test"):
+        envs.make_environment(f"gymnax:{OFFLINE}", {}, {})
+
+
+def test_truncation_shows_the_true_final_observation_then_resets():
+    """CartPole cut off after 3 steps, against gymnax's own step."""
+    env = envs.make_environment("gymnax:CartPole-v1", {}, {"max_steps_in_episode": 3})
+    theirs, params = gymnax.make("CartPole-v1")
+    params = params.replace(max_steps_in_episode=3)
+    key = prng.key(0)
+    state, timestep = env.reset(key)
+    their_observation, their_state = theirs.reset_env(key, params)
+    np.testing.assert_array_equal(timestep.observation, their_observation)
+    for i in range(3):
+        keys = jax.random.fold_in(key, i)
+        state, timestep = jax.jit(env.step)(keys, state, jnp.int32(1))
+        step_key, _ = jax.random.split(keys)
+        their_observation, their_state, *_ = theirs.step_env(step_key, their_state, 1, params)
+        np.testing.assert_allclose(timestep.observation, their_observation, rtol=1e-6)
+        assert (float(timestep.discount), bool(timestep.first)) == (1.0, False)
+    state, timestep = env.step(jax.random.fold_in(key, 9), state, jnp.int32(1))
+    assert (float(timestep.reward), float(timestep.discount)) == (0.0, 1.0)
+    assert bool(timestep.first)
+    assert np.abs(timestep.observation).max() <= 0.05
+    _, timestep = env.step(jax.random.fold_in(key, 10), state, jnp.int32(1))
+    assert not bool(timestep.first)
+
+
+def test_termination_resets_in_the_same_step():
+    env = envs.make_environment("gymnax:CartPole-v1", {}, {})
+    key = prng.key(1)
+    state, timestep = env.reset(key)
+    for i in range(50):
+        state, timestep = env.step(jax.random.fold_in(key, i), state, jnp.int32(1))
+        if bool(timestep.first):
+            break
+    assert (float(timestep.reward), float(timestep.discount)) == (1.0, 0.0)
+    assert np.abs(timestep.observation).max() <= 0.05
+
+
+def test_integer_observations_become_one_hot():
+    env = envs.make_environment("gymnax:FrozenLake-misc", {}, {})
+    _, timestep = env.reset(prng.key(0))
+    assert timestep.observation.shape == env.spec.observation.shape
+    assert timestep.observation.sum() == 1
+
+
+class Corridor(gymnax.environments.environment.Environment):
+    """A user's own environment: walk right for ``length`` steps."""
+
+    def __init__(self, length: int = 4):
+        self.length = length
+
+    def step_env(self, key, state, action, params):
+        place = jnp.maximum(state.time + 2 * action - 1, 0)
+        state = dataclasses.replace(state, time=place)
+        return self.get_obs(state), state, -1.0, place >= self.length, {}
+
+    def reset_env(self, key, params):
+        state = gymnax.EnvState(time=jnp.int32(0))
+        return self.get_obs(state), state
+
+    def get_obs(self, state, params=None, key=None):
+        return jnp.array([state.time / self.length])
+
+    def is_truncated(self, state, params):
+        return jnp.bool_(False)
+
+    def action_space(self, params):
+        return gymnax.environments.spaces.Discrete(2)
+
+    def observation_space(self, params):
+        return gymnax.environments.spaces.Box(0, 1, (1,))
+
+
+class NoEnvironment:
+    pass
+
+
+def test_a_users_environment_by_importable_path():
+    env = envs.make_environment("tests.envs.test_envs:Corridor", {"length": 2}, {})
+    assert env.spec.action == Discrete(2)
+    state, _ = env.reset(prng.key(0))
+    for _ in range(2):
+        state, timestep = env.step(prng.key(0), state, jnp.int32(1))
+    assert (float(timestep.discount), bool(timestep.first)) == (0.0, True)
+
+
+@pytest.mark.parametrize(
+    ("env", "kwargs", "params", "message"),
+    [
+        ("gymnax:CartPol-v1", {}, {}, "did you mean CartPole-v1"),
+        ("CartPole-v1", {}, {}, "names no suite"),
+        ("gymnx:CartPole-v1", {}, {}, "gymnax"),
+        ("dummy:countin", {}, {}, "counting"),
+        ("dummy:one", {}, {"x": 1}, "has no env_params"),
+        ("gymnax:CartPole-v1", {}, {"gravit": 1.0}, "did you mean gravity"),
+        ("gymnax:CartPole-v1", {"size": 3}, {}, "does not take env_kwargs"),
+        ("tests.envs.test_envs:Corrido", {}, {}, "did you mean Corridor"),
+        ("tests.envs.test_envs:NoEnvironment", {}, {}, "must be a class derived from"),
+        ("tests.envs.test_envs:Corridor", {"size": 3}, {}, "does not take env_kwargs"),
+    ],
+)
+def test_unknown_names_are_reported(env, kwargs, params, message):
+    with pytest.raises(ConfigError, match=message):
+        envs.make_environment(env, kwargs, params)
+
+
+def test_a_class_that_is_no_environment_is_not_called(tmp_path):
+    marker = tmp_path / "made"
+    with pytest.raises(ConfigError, match="'subprocess:Popen' is no gymnax environment"):
+        envs.make_environment("subprocess:Popen", {"args": ["touch", str(marker)]}, {})
+    assert not marker.exists()
+
+
+def test_box_actions_span_the_box():
+    box = Box((3,), np.array([-2.0, 0.0, -np.inf]), np.array([2.0, 1.0, np.inf]))
+    ours = jnp.array([[-1.0, -1.0, -7.0], [0.0, 0.0, 0.0], [3.0, 3.0, 7.0]])
+    theirs = [[-2, 0, -7], [0, 0.5, 0], [2, 1, 7]]
+    np.testing.assert_allclose(spaces.to_box(ours, box), theirs)
+
+
+@pytest.mark.parametrize("name", dummy.ENVIRONMENTS)
+def test_dummy_environments_take_their_arguments(name):
+    """Each is the environment of its name, with the arguments that it is given."""
+    kwargs = {"length": 2, "vary": 0} if name == "counting" else {"continuous": True}
+    env = envs.make_environment(f"dummy:{name}", kwargs, {})
+    # Rewards of an episode in which 0.5, half way to a cue of +1, is always the action.
+    action = jnp.int32(0) if name == "counting" else jnp.full(1, 0.5)
+    state, timestep = env.reset(prng.key(3))
+    cue, rewards = float(timestep.observation[0]), []
+    for _ in range(5):
+        state, timestep = env.step(prng.key(3), state, action)
+        rewards.append(float(timestep.reward))
+        if timestep.first:
+            break
+    agreement = 1 - (0.5 - 0.5 * cue) ** 2
+    assert (
+        rewards
+        == {
+            "counting": [1, 2],
+            "one": [1],
+            "sign": [cue],
+            "delayed": [0, 1],
+            "choice": [agreement],
+            "memory": [0, 0, agreement],
+        }[name]
+    )
+
+
+def test_a_misspelt_dummy_environment_is_named():
+    with pytest.raises(ConfigError, match="did you mean memory"):
+        dummy.make("memry", {}, {})

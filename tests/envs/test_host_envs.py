@@ -1,0 +1,308 @@
+"""Host environments: their pools follow the one convention of ``types.Pool``."""
+
+import importlib
+import re
+import types
+
+import gymnasium
+import jax
+import numpy as np
+import pytest
+
+from podracer import envs
+from podracer.envs import dummy, envpool, spaces
+from podracer.errors import ConfigError
+
+
+def play(env, steps, seeds=(1, 2, 3, 4), actions=None):
+    """All arrivals of a pool under random or given actions, ``[steps + 1, B]``."""
+    pool = env.make_pool(list(seeds), 1)
+    rng = np.random.default_rng(0)
+    arrivals = [pool.reset()]
+    for t in range(steps):
+        if actions is not None:
+            action = actions[t]
+        elif hasattr(env.spec.action, "num_actions"):
+            action = rng.integers(0, env.spec.action.num_actions, len(seeds), np.int32)
+        else:
+            low, high = env.spec.action.low, env.spec.action.high
+            action = rng.uniform(low, high, (len(seeds), *low.shape)).astype(np.float32)
+        arrivals.append(pool.step(action))
+    pool.close()
+    return jax.tree.map(lambda *x: np.stack(x), *arrivals)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "kwargs", "limit"),
+    [
+        ("envpool:CartPole-v1", {"max_episode_steps": 14}, 14),
+        # A limit that envpool's max_episode_steps does not know of.
+        ("envpool:Highway-v0", {"duration": 14}, 14),
+        ("gymnasium:CartPole-v1", {"max_episode_steps": 14}, 14),
+        ("dummy:counting", {"truncate": True}, None),
+        ("dummy:counting", {}, None),
+    ],
+)
+def test_an_episode_begins_in_the_step_after_an_end(env_id, kwargs, limit):
+    out = play(envs.make_host_environment(env_id, kwargs, {}), 200)
+    timestep = out.timestep
+    assert timestep.first[0].all()
+    assert (timestep.discount[0] == 1).all()
+    np.testing.assert_array_equal(timestep.first[1:], out.game_over[:-1])
+    assert (timestep.reward[timestep.first] == 0).all()
+    # No end without a reason: terminated, or as long as an episode may be.
+    terminated = timestep.discount == 0
+    assert out.game_over[terminated].all()
+    if limit:
+        assert terminated.any()
+        length = np.zeros(4)
+        for t in range(1, 201):
+            length = np.where(timestep.first[t], 0, length + 1)
+            truncated = out.game_over[t] & ~terminated[t]
+            assert (length[truncated] == limit).all()
+            assert (length <= limit).all()
+        assert (out.game_over & ~terminated).any()
+    else:
+        assert (out.game_over & terminated).any() != kwargs.get("truncate", False)
+
+
+def test_a_lost_life_ends_an_episode_but_not_the_game():
+    kwargs = {"episodic_life": True, "reward_clip": True}
+    out = play(envs.make_host_environment("envpool:SpaceInvaders-v5", kwargs, {}), 900)
+    ended = out.timestep.discount == 0
+    assert ended.sum() >= 2 * out.game_over.sum() > 0
+    assert (ended[out.game_over]).all()
+    np.testing.assert_array_equal(out.timestep.first[1:], ended[:-1])
+    # Rewards are clipped, the score is the game's own.
+    assert out.timestep.reward.max() == 1
+    assert out.raw_reward.max() >= 5
+    np.testing.assert_array_equal(np.sign(out.raw_reward), out.timestep.reward)
+
+
+@pytest.mark.parametrize("episodic_life", [True, False])
+def test_the_newest_frames_stacked_on_the_device_are_the_stack(episodic_life):
+    kwargs = {"episodic_life": episodic_life, "max_episode_steps": 120}
+    whole, newest = (
+        envs.make_host_environment("envpool:Breakout-v5", kwargs, {}, newest_frame=frame)
+        for frame in (False, True)
+    )
+    rng = np.random.default_rng(0)
+    actions = rng.integers(0, 4, (260, 4), np.int32)
+    expected, sent = (play(env, 260, actions=actions) for env in (whole, newest))
+    decode = jax.jit(newest.decode_observation)
+    observation = np.zeros((4, 84, 84, 4), np.uint8)
+    assert expected.timestep.first.sum() > 8
+    for t in range(261):
+        now = jax.tree.map(lambda x: x[t], sent.timestep.observation)  # noqa: B023
+        assert now["frame"].shape == (4, 84, 84)
+        observation = decode(now, observation)
+        one = whole.decode_observation(expected.timestep.observation[t], observation)
+        np.testing.assert_array_equal(observation, one)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "shape", "dtype"),
+    [
+        ("envpool:Pong-v5", (84, 84, 4), np.uint8),
+        ("envpool:CoinrunEasy-v0", (64, 64, 3), np.uint8),
+        ("envpool:gfootball/academy_empty_goal_close-v1", (72, 96, 4), np.uint8),
+        ("envpool:HalfCheetah-v4", (17,), np.float32),
+        ("envpool:LunarLander-v3", (8,), np.float32),
+        ("envpool:Taxi-v3", (500,), np.float32),
+        ("gymnasium:CliffWalking-v1", (48,), np.float32),
+        ("gymnasium:Pendulum-v1", (3,), np.float32),
+    ],
+)
+def test_observations_as_agents_see_them(env_id, shape, dtype):
+    try:
+        env = envs.make_host_environment(env_id, {}, {})
+    except ConfigError as error:
+        if "Qt 5" in str(error):
+            pytest.skip("this machine lacks Qt 5, which envpool 1.2.5 needs for Procgen")
+        raise
+    assert (env.spec.observation.shape, env.spec.observation.dtype) == (shape, dtype)
+    out = play(env, 3, seeds=(1, 2))
+    observation = env.decode_observation(out.timestep.observation[-1], np.zeros((2, *shape), dtype))
+    assert (observation.shape, observation.dtype) == ((2, *shape), dtype)
+    assert out.timestep.reward.dtype == out.timestep.discount.dtype == np.float32
+    if env_id == "envpool:Pong-v5":
+        # Time runs along the last axis: the newest frame is the last.
+        np.testing.assert_array_equal(observation[..., -1], out.timestep.observation[-1][:, -1])
+
+
+@pytest.mark.parametrize(
+    ("env_id", "kwargs", "message"),
+    [
+        ("envpool:Pongg-v5", {}, "did you mean Pong-v5"),
+        ("envpool:Pong-v5", {"episodic_lives": True}, "did you mean episodic_life"),
+        ("envpool:Pong-v5", {"num_envs": 3}, "'num_envs', which is set by num_envs"),
+        ("envpool:Pong-v5", {"num_threads": 3}, "which is set by sebulba.pool_threads"),
+        ("envpool:Pong-v5", {"noop_max": "many"}, "can't be made with env_kwargs"),
+        ("envpool:MiniGrid-Empty-5x5-v0", {}, "observes Dict"),
+        ("gymnasium:CartPole-v7", {}, "CartPole-v1"),
+        ("gymnasium:LunarLandr-v3", {}, "LunarLander-v3"),
+        ("gymnasium:CartPole-v1", {"colour": 1}, "colour"),
+        ("gymnasium:Blackjack-v1", {}, "observes Tuple"),
+        ("gymnax:CartPole-v1", {}, "podracer.anakin"),
+        ("envpol:Pong-v5", {}, "envpool"),
+        ("Pong-v5", {}, "names no suite"),
+        ("dummy:sign", {}, "counting"),
+    ],
+)
+def test_bad_input_is_named(env_id, kwargs, message):
+    with pytest.raises(ConfigError, match=message):
+        envs.make_host_environment(env_id, kwargs, {})
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        gymnasium.spaces.Box(0, 5, (2,), np.int32),
+        gymnasium.spaces.Discrete(3, start=1),
+        gymnasium.spaces.MultiBinary(2),
+        gymnasium.spaces.MultiDiscrete([2, 3]),
+    ],
+)
+def test_an_action_space_that_agents_can_not_act_in_is_named(space):
+    observation = gymnasium.spaces.Box(0, 1, (2,), np.float32)
+    with pytest.raises(ConfigError, match="odd has the action space " + re.escape(str(space))):
+        spaces.host_environment("odd", observation, space, dummy.CountingPool)
+
+
+def test_anakin_points_to_sebulba_for_host_environments():
+    with pytest.raises(ConfigError, match=r"podracer\.sebulba"):
+        envs.make_environment("envpool:Pong-v5", {}, {})
+
+
+def test_newest_frame_needs_stacked_gray_frames(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where ViZDoom leaves its settings
+    for env_id in ("envpool:CartPole-v1", "gymnasium:CartPole-v1", "dummy:counting"):
+        with pytest.raises(ConfigError, match="frame"):
+            envs.make_host_environment(env_id, {}, {}, newest_frame=True)
+    for env_id, kwargs in (
+        ("envpool:Pong-v5", {"gray_scale": False}),
+        ("envpool:DefendTheCenter-v1", {}),
+    ):
+        with pytest.raises(ConfigError, match="colours"):
+            envs.make_host_environment(env_id, kwargs, {}, newest_frame=True)
+
+
+def test_a_missing_envpool_is_named(monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[sebulba\]'"):
+        envs.make_host_environment("envpool:Pong-v5", {}, {})
+
+
+def images(shape):
+    return gymnasium.spaces.Box(0, 255, shape, np.uint8)
+
+
+class Photos(gymnasium.Env):
+    """Observes images of any shape, each element of which is its place in the image."""
+
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, shape):
+        self.observation_space = images(shape)
+        self._image = np.arange(np.prod(shape), dtype=np.uint8).reshape(shape)
+
+    def reset(self, *, seed=None, options=None):
+        return self._image, {}
+
+    def step(self, action):
+        return self._image, 0.0, False, False, {}
+
+
+@pytest.fixture
+def photos():
+    """Makes ``gymnasium:Photos-v0`` with images of this shape, and decodes one image."""
+    gymnasium.register("Photos-v0", Photos)
+
+    def observe(shape, **params):
+        env = envs.make_host_environment("gymnasium:Photos-v0", {"shape": shape}, params)
+        image = Photos(shape).reset()[0]
+        seen = env.decode_observation(image[None], image[None])[0]
+        np.testing.assert_array_equal(env.observe(image), seen)
+        assert env.spec.observation.shape == seen.shape
+        return image, seen
+
+    yield observe
+    del gymnasium.registry["Photos-v0"]
+
+
+def test_channels_of_gymnasium_s_images_are_last_or_as_the_user_sets_them(photos):
+    for shape in ((6, 5, 3), (4, 4, 4)):
+        np.testing.assert_array_equal(*photos(shape))
+    for shape in ((3, 6, 5), (4, 6, 4), (6, 5, 3)):
+        np.testing.assert_array_equal(*photos(shape, channels="last"))
+        image, seen = photos(shape, channels="first")
+        np.testing.assert_array_equal(np.moveaxis(image, 0, -1), seen)
+
+
+def test_an_ambiguous_axis_of_channels_is_rejected(photos):
+    for shape in ((3, 6, 5), (4, 84, 84), (5, 6, 7)):
+        with pytest.raises(ConfigError, match=r"env_params\.channels=first.*channels=last"):
+            photos(shape)
+    with pytest.raises(ConfigError, match="channels='both' must be first or last"):
+        photos((3, 6, 5), channels="both")
+    with pytest.raises(ConfigError, match="'color'; known are channels"):
+        photos((3, 6, 5), color="first")
+    with pytest.raises(ConfigError, match="is for uint8 images"):
+        envs.make_host_environment("gymnasium:CartPole-v1", {}, {"channels": "last"})
+
+
+@pytest.mark.parametrize(
+    ("env_id", "kwargs", "shape"),
+    [
+        # Fewer pixels than frames.
+        ("envpool:Pong-v5", {"stack_num": 12, "img_height": 9, "img_width": 8}, (9, 8, 12)),
+        ("envpool:CarRacing-v3", {}, (96, 96, 3)),
+        ("envpool:DefendTheCenter-v1", {"img_height": 8, "img_width": 8}, (8, 8, 12)),
+    ],
+)
+def test_channels_of_envpool_s_images_are_known(env_id, kwargs, shape, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where ViZDoom leaves its settings
+    env = envs.make_host_environment(env_id, kwargs, {})
+    assert env.spec.observation.shape == shape
+
+
+@pytest.mark.parametrize("channel_first", [True, False])
+def test_procgen_s_channels_are_those_of_its_option(channel_first):
+    """Its spec alone: the games need Qt 5."""
+    spec = types.SimpleNamespace(
+        config=types.SimpleNamespace(channel_first=channel_first),
+        gymnasium_observation_space=images((3, 64, 64)),
+    )
+    assert envpool._channels_first(spec) == channel_first
+
+
+def test_integers_become_one_hot_counted_from_their_start():
+    space = gymnasium.spaces.Discrete(3, start=2)
+    env = spaces.host_environment(
+        "numbers", space, gymnasium.spaces.Discrete(2), dummy.CountingPool
+    )
+    sent = np.array([2, 3, 4], np.float32)
+    np.testing.assert_array_equal(env.decode_observation(sent, sent), np.eye(3))
+
+
+def test_seeds_are_the_environments_own():
+    """The same seeds play the same games, and each environment its own."""
+    env = envs.make_host_environment("envpool:CartPole-v1", {}, {})
+    actions = np.random.default_rng(0).integers(0, 2, (50, 4), np.int32)
+    one, again = (play(env, 50, (5, 6, 7, 8), actions) for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, one, again)
+    assert len(np.unique(one.timestep.observation[0], axis=0)) == 4
+    shifted = play(env, 50, (6, 7, 8, 9), np.roll(actions, -1, 1))
+    np.testing.assert_array_equal(
+        shifted.timestep.observation[:, :3], one.timestep.observation[:, 1:]
+    )
+
+
+def test_counting_on_the_host_counts():
+    out = play(dummy.make_host("counting", {}, {}), 100, seeds=range(4))
+    count, first = out.timestep.observation[..., 0], out.timestep.first
+    np.testing.assert_array_equal(count[1:], (count[:-1] + 1) * ~first[1:])
+    np.testing.assert_array_equal(out.timestep.observation[0, :, 1], [5, 6, 7, 8])

@@ -1,0 +1,205 @@
+"""The learner alone: shuffling, the order of gradient steps, target networks, stopping."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from podracer.errors import ConfigError
+from podracer.learning import learner
+from podracer.learning import optimizer as optimizer_lib
+from podracer.learning.optimizer import LearnerConfig
+from podracer.types import Agent, LossAux, TrainState, Weights
+from podracer.xla_cpu import prng
+
+
+def config(**changes) -> LearnerConfig:
+    base = {
+        "optimizer": "adam",
+        "learning_rate": 0.1,
+        "anneal": False,
+        "warmup": 0,
+        "batch_rule": "none",
+        "reference_batch": 0,
+        "epsilon": 1e-5,
+        "max_grad_norm": 0.0,
+        "num_epochs": 2,
+        "num_minibatches": 4,
+    }
+    return LearnerConfig(**{**base, **changes})
+
+
+def quadratic(stop_above: float | None = None) -> Agent:
+    """An "agent" whose batch is the trajectory and whose loss is (w - x)^2."""
+
+    def loss(params, train_state, batch, key):
+        value = ((params["w"] - batch) ** 2).mean()
+        metrics = {"total": value, "first": batch[0], "draw": jax.random.uniform(key)}
+        stop = () if stop_above is None else params["w"] - stop_above
+        return value, LossAux(metrics, stop=stop)
+
+    def prepare(train_state, trajectory):
+        return trajectory, {"seen": train_state.weights.stats["seen"] + 1}
+
+    return Agent(init=None, carry=None, act=None, prepare=prepare, loss=loss)  # type: ignore[arg-type]
+
+
+def run(cfg, data, *, state=None, stop_above=None, **kwargs):
+    optimizer = optax.sgd(cfg.learning_rate)
+    update = learner.make_update(
+        quadratic(stop_above),
+        optimizer,
+        cfg,
+        schedule=optimizer_lib.make_schedule(cfg, 4, 8),
+        all_mean=lambda x: x,
+        device_index=lambda: 0,
+        **kwargs,
+    )
+    params = {"w": jnp.float32(0)}
+    stats = {"seen": jnp.int32(0)}
+    if state is None:
+        state = TrainState(Weights(params, stats), params, optimizer.init(params), jnp.int32(0))
+    return jax.jit(update)(state, data, prng.key(3))
+
+
+def test_shuffle_gives_every_item_to_one_minibatch_and_spreads_neighbours():
+    order = np.asarray(learner.shuffle(prng.key(0), 24, 4, 0))
+    assert order.shape == (4, 6)
+    assert sorted(order.ravel()) == list(range(24))
+    assert sorted(order[:, 2]) == [8, 9, 10, 11]
+    other = np.asarray(learner.shuffle(prng.key(1), 24, 4, 0))
+    assert (order != other).any()
+
+
+def test_shuffle_draws_every_place_equally_often():
+    orders = jax.vmap(lambda key: learner.shuffle(key, 8, 4, 0))(
+        jax.random.split(prng.key(0), 4000)
+    )
+    share = np.stack([(np.asarray(orders)[:, :, 1] == 4 + i).mean(0) for i in range(4)])
+    np.testing.assert_allclose(share, 0.25, atol=0.03)
+
+
+def test_shuffle_is_the_same_however_items_are_spread_over_devices():
+    whole = np.asarray(learner.shuffle(prng.key(0), 32, 4, 0))
+    for devices in (2, 4, 8):
+        items = 32 // devices
+        parts = [learner.shuffle(prng.key(0), items, 4, d) + d * items for d in range(devices)]
+        np.testing.assert_array_equal(np.sort(np.concatenate(parts, 1)), np.sort(whole))
+
+
+def test_update_takes_every_gradient_step_in_order():
+    """Compared with the same steps written out."""
+    cfg, data = config(), jnp.arange(8.0)
+    state, metrics = run(cfg, data)
+    w, losses = 0.0, []
+    for key in jax.random.split(prng.key(3), 2):
+        shuffle_key, _ = jax.random.split(key)
+        for indices in np.asarray(learner.shuffle(shuffle_key, 8, 4, 0)):
+            batch = np.asarray(data)[indices]
+            losses.append(((w - batch) ** 2).mean())
+            w -= cfg.learning_rate * 2 * (w - batch).mean()
+    assert float(state.weights.params["w"]) == pytest.approx(w, rel=1e-5)
+    assert float(metrics["total"]) == pytest.approx(np.mean(losses), rel=1e-5)
+    assert int(state.step) == 1
+    assert int(state.weights.stats["seen"]) == 1
+    assert float(state.target["w"]) == 0
+
+
+def test_the_target_network_follows_its_update_rule():
+    def half_way(params, target, step):
+        return optax.incremental_update(params, target, 0.5 * step)
+
+    state, _ = run(config(), jnp.arange(8.0), update_target=half_way)
+    assert float(state.target["w"]) == pytest.approx(float(state.weights.params["w"]) / 2)
+
+
+def test_stop_skips_the_rest_of_the_update():
+    free, _ = run(config(), jnp.ones(8))
+    stopped, metrics = run(config(), jnp.ones(8), stop_above=0.5)
+    # w: 0, 0.2, 0.36, 0.488, 0.59; the step that finds w above 0.5 is skipped.
+    assert float(stopped.weights.params["w"]) == pytest.approx(1 - 0.8**4)
+    assert float(free.weights.params["w"]) == pytest.approx(1 - 0.8**8)
+    assert float(metrics["stopped"]) == pytest.approx(4 / 8)
+
+
+@pytest.mark.parametrize("stop_above", [None, 1.0])
+def test_learning_rate_anneals_to_zero_over_the_run(stop_above):
+    """It depends on the number of updates, whether or not gradient steps were skipped."""
+    cfg = config(anneal=True, num_epochs=1, num_minibatches=1)
+    factors, state = [], None
+    for n in range(5):
+        new, _ = run(cfg, jnp.ones(8), state=state, stop_above=stop_above)
+        before = 0.0 if state is None else float(state.weights.params["w"])
+        # The gradient of (w - 1)^2, times the rate of 0.1.
+        factors.append((float(new.weights.params["w"]) - before) / (0.2 * (1 - before)))
+        state = new
+        if n == 1 and stop_above:
+            state, _ = run(cfg, jnp.ones(8), state=_moved(state, 2.0), stop_above=stop_above)
+            assert int(state.step) == 3
+            assert float(state.weights.params["w"]) == 2.0
+            state = _moved(state, 0.0)
+    expected = [1, 0.75, 0.5, 0.25, 0] if stop_above is None else [1, 0.75, 0.25, 0, 0]
+    np.testing.assert_allclose(factors, expected, atol=1e-5)
+
+
+def factors(updates, **changes) -> list[float]:
+    """The factor of the learning rate in each update of a run, with batches of 400."""
+    schedule = optimizer_lib.make_schedule(config(**changes), updates, 400)
+    return [float(schedule(jnp.int32(n))) for n in range(updates)]
+
+
+def test_the_learning_rate_follows_the_batch_by_a_rule():
+    np.testing.assert_allclose(factors(3), 1)
+    np.testing.assert_allclose(factors(3, batch_rule="linear", reference_batch=100), 4)
+    np.testing.assert_allclose(factors(3, batch_rule="sqrt", reference_batch=100), 2)
+    np.testing.assert_allclose(factors(3, batch_rule="sqrt", reference_batch=1600), 0.5)
+    for wrong in (
+        {"batch_rule": "cubic"},
+        {"batch_rule": "linear"},
+        {"reference_batch": 100},
+        {"warmup": -1},
+    ):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            config(**wrong)
+
+
+def test_the_learning_rate_warms_up():
+    linear = {"batch_rule": "linear", "reference_batch": 100}
+    np.testing.assert_allclose(factors(6, warmup=4, **linear), [1, 2, 3, 4, 4, 4])
+    np.testing.assert_allclose(factors(6, warmup=2, anneal=True), [0.5, 1, 1, 0.75, 0.5, 0.25])
+    np.testing.assert_allclose(factors(3, warmup=1), 1)
+
+
+def _moved(state, w):
+    return state.replace(weights=state.weights.replace(params={"w": jnp.float32(w)}))
+
+
+@pytest.mark.parametrize("name", optimizer_lib.OPTIMIZERS)
+def test_optimizers_clip_by_the_global_norm(name):
+    cfg = config(optimizer=name, max_grad_norm=0.5, epsilon=1e-3)
+    optimizer = optimizer_lib.make_optimizer(cfg)
+    params = {"a": jnp.zeros(2), "b": jnp.zeros(3)}
+    big = jax.tree.map(lambda x: x + 100.0, params)
+    small = jax.tree.map(lambda x: x * 0.5 / np.sqrt(5 * 100.0**2), big)
+    for ours, theirs in zip(
+        *(
+            jax.tree.leaves(optimizer.update(g, optimizer.init(params), params)[0])
+            for g in (big, small)
+        ),
+        strict=True,
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4)
+
+
+def test_items_that_do_not_divide_into_minibatches():
+    with pytest.raises(ConfigError, match="num_minibatches=4 does not divide the 6 items"):
+        run(config(), jnp.arange(6.0))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_epochs": 0}, {"learning_rate": -1.0}, {"optimizer": "adm"}]
+)
+def test_impossible_settings(changes):
+    with pytest.raises(ConfigError):
+        config(**changes)

@@ -1,0 +1,78 @@
+"""What describes the project: pyproject.toml, CITATION.cff, the files for GitHub."""
+
+import pathlib
+import re
+import tomllib
+
+import pytest
+import yaml
+
+import podracer
+
+ROOT = pathlib.Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+TEXTS = [
+    *(path for folder in ("podracer", "docs", "launch") for path in (ROOT / folder).rglob("*")),
+    *ROOT.glob("*.md"),
+    *(ROOT / "notebooks").glob("*.ipynb"),
+    ROOT / ".ci" / "run",
+    ROOT / "pyproject.toml",
+]
+
+
+def test_extras_for_accelerators_are_bounded_as_jax_is():
+    (jax,) = (x for x in PROJECT["dependencies"] if x.startswith("jax>"))
+    bounds = jax.removeprefix("jax")
+    for name in ("cuda12", "cuda13", "tpu"):
+        assert EXTRAS[name] == [f"jax[{name}]{bounds}; sys_platform == 'linux'"]
+
+
+def test_extras_that_are_named_exist():
+    """In messages, documents and other extras, from the index ("podracer-rl[gcs]") or a clone."""
+    used = {
+        (path.name, name)
+        for path in TEXTS
+        if path.suffix in ("", ".py", ".md", ".sh", ".toml", ".ipynb") and path.is_file()
+        for names in re.findall(r"(?:podracer-rl|['\"]\.)\[([a-z0-9,]+)\]", path.read_text())
+        for name in names.split(",")
+    }
+    assert {name for _, name in used} >= {"gcs", "wandb", "test", "tpu"}
+    assert {(file, name) for file, name in used if name not in EXTRAS} == set()
+
+
+def test_no_message_installs_the_other_project_of_this_name():
+    for path in (ROOT / "podracer").rglob("*.py"):
+        assert not re.search(r"install '?podracer\b(?!-rl)", path.read_text()), path
+
+
+def test_the_citation_names_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+    assert citation["version"] == podracer.__version__
+    assert citation["license"] == PROJECT["license"]
+    assert citation["authors"] == PROJECT["authors"]
+
+
+@pytest.mark.parametrize("name", ["ci", "newest"])
+def test_workflows_run_all_checks(name):
+    content = yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text())
+    # YAML reads the key "on" as true.
+    assert ("schedule" if name == "newest" else "pull_request") in content[True]
+    (job,) = content["jobs"].values()
+    assert {"3.11", "3.13"} <= set(job["strategy"]["matrix"]["python"])
+    *actions, last = job["steps"]
+    assert last == {"run": ".ci/run python"}
+    for action in actions:
+        assert re.fullmatch(r"actions/[a-z-]+@v\d+", action["uses"])
+
+
+def test_issue_forms_ask_for_something():
+    forms = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+    assert [form.stem for form in forms] == ["bug_report", "feature_request"]
+    for form in forms:
+        content = yaml.safe_load(form.read_text())
+        assert {"name", "description", "body"} <= content.keys()
+        ids = [field["id"] for field in content["body"]]
+        assert len(set(ids)) == len(ids)
+        assert any(field.get("validations", {}).get("required") for field in content["body"])

@@ -1,0 +1,319 @@
+"""Plans: their arithmetic, output and error messages, and our programs on the TPU compiler."""
+
+import dataclasses
+import importlib.util
+import json
+import math
+import pathlib
+import runpy
+
+import jax
+import jax.numpy as jnp
+import pytest
+from rich.console import Console
+
+from podracer import config as config_lib
+from podracer.errors import ConfigError, ExitCode, run_command
+from podracer.plan import __main__ as plan_main
+from podracer.plan import chips, estimate, programs, table
+from podracer.plan.costs import Kernel
+from podracer.xla_cpu import prng
+from podracer.xla_cpu.convolution import convolve
+
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+CARTPOLE = f"--config={CONFIGS / 'cartpole.py'}"
+KERNEL = Kernel("k", "fusion", 1, 0, 0, 0, 0, False, True)
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="needs the TPU compiler: pip install -e '.[tpu]'",
+)
+
+
+def config_of(name, **changes):
+    config = runpy.run_path(str(CONFIGS / name))["get_config"]()
+    config.update_from_flattened_dict(changes)
+    return config_lib.parse(config)
+
+
+class FakeDevice:
+    process_index, platform = 0, "tpu"
+
+    def __init__(self, x, core):
+        self.coords, self.core_on_chip = (x, 0, 0), core
+
+
+def fake_slice(cores):
+    """A slice of two v3 chips, each with ``cores`` devices."""
+    devices = [FakeDevice(x, core) for x in range(2) for core in range(cores)]
+    return chips.Slice("v3:2x1", 1, chips.CHIPS["v3"], devices)
+
+
+def test_a_core_has_its_fraction_of_the_chips_peaks():
+    one, two = fake_slice(1), fake_slice(2)
+    assert (one.chips_per_device, two.chips_per_device, two.num_chips) == (1, 0.5, 2)
+    for kernel, seconds in (
+        (KERNEL._replace(flops=123e12), 1),
+        (KERNEL._replace(bytes=900e9), 1),
+        (KERNEL._replace(flops=123e12, bytes=1800e9), 2),
+        (KERNEL._replace(opcode="all-reduce", comm_bytes=328e9), 2),
+        (KERNEL._replace(opcode="send", comm_bytes=328e9), 0),
+    ):
+        assert math.isclose(estimate._roofline_seconds(kernel, one), seconds)
+        assert math.isclose(estimate._roofline_seconds(kernel, two), 2 * seconds)
+    assert math.isclose(estimate._compiler_seconds(KERNEL._replace(cycles=940), one), 1e-6)
+
+
+def test_actors_and_learners_run_in_parallel_unless_they_share_devices():
+    def program(where, seconds):
+        fields = dict.fromkeys(f.name for f in dataclasses.fields(estimate.ProgramPlan))
+        return estimate.ProgramPlan(**{**fields, "where": where, "roofline_seconds": seconds})
+
+    plans = [program("a", 1.0), program("a", 2.0), program("b", 5.0)]
+    assert estimate._update_seconds(plans, False, "roofline_seconds") == 5
+    assert estimate._update_seconds(plans, True, "roofline_seconds") == 8
+    assert estimate._update_seconds(plans, False, "compiler_seconds") is None
+
+
+@pytest.mark.parametrize(
+    ("message", "needed", "available"),
+    [
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
+            "temporaries (190.59G) exceeds available HBM (15.75G). HLO module: jit_step.",
+            190.59 * 2**30,
+            15.75 * 2**30,
+        ),
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 512.5M of 256M hbm. "
+            "Exceeded hbm capacity by 256.5M.",
+            512.5 * 2**20,
+            256 * 2**20,
+        ),
+        ("RESOURCE_EXHAUSTED: without numbers", 0, 0),
+    ],
+)
+def test_parse_out_of_memory(message, needed, available):
+    error = programs.parse_out_of_memory(message)
+    assert (error.needed, error.available) == (needed, available)
+
+
+def test_the_largest_size_that_fits_is_found_by_few_compilations():
+    config, tried = config_of("cartpole.py", num_envs=4096), []
+
+    def check(config):
+        n = config.num_envs
+        tried.append(n)
+        if n == 512:
+            raise ConfigError("does not divide over minibatches")
+        return estimate.TooLarge("step", 100 + n, 500, {}, "") if 100 + n > 500 else None
+
+    excess = estimate.TooLarge("step", 4196, 500, {}, "")
+    assert estimate._largest_that_fits(config, "num_envs", excess, check) == 256
+    # 4096 * 500 / 4196 = 488, so that 512 is not tried.
+    assert tried == [256]
+    unknown = estimate.TooLarge("step", 0, 0, {}, "")
+    assert estimate._largest_that_fits(config, "num_envs", excess, lambda config: unknown) is None
+
+
+def test_the_architecture_follows_from_the_environment():
+    assert programs.resolve_architecture(config_of("cartpole.py"), "") == "anakin"
+    assert programs.resolve_architecture(config_of("pong.py"), "") == "sebulba"
+    assert programs.resolve_architecture(config_of("cartpole.py"), "sebulba") == "sebulba"
+    with pytest.raises(ConfigError, match="sebulba"):
+        programs.resolve_architecture(config_of("cartpole.py"), "sebula")
+
+
+def run(*arguments):
+    return run_command(lambda: plan_main.main(["plan", CARTPOLE, *arguments]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            [],
+            "--topology is missing; give for example --topology=v5e:4x4, or another one of v2:2x2",
+        ),
+        (["--topology=v9:8x8"], "unknown topology 'v9:8x8'; did you mean"),
+        (["--topology=moon"], "v3:32x32"),
+        (["--topology=v5e:4x4", "--num_slices=0"], "--num_slices must be positive"),
+        (["--topology=v5e:4x4", "--config.num_env=1"], "num_envs"),
+    ],
+)
+def test_impossible_arguments_are_rejected_with_a_one_line_error(arguments, message, capsys):
+    assert run(*arguments) == ExitCode.CONFIG
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_missing_tpu_compiler_is_rejected_with_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(chips.importlib.util, "find_spec", lambda name: None)
+    assert run("--topology=v5e:4x4") == ExitCode.CONFIG
+    assert "pip install 'podracer-rl[tpu]'" in capsys.readouterr().err
+
+
+def printed(function, plans, capsys):
+    function(plans, Console(width=200))
+    return capsys.readouterr().out
+
+
+def test_printed_plans(capsys):
+    memory = programs.Memory(2**20, 2**20, 3 * 2**19, 2**20, 2**19, 2**22)
+    one, two = estimate.Collectives(1.0, 2048.0), estimate.Collectives(2.0, 24.0)
+    program = estimate.ProgramPlan(
+        "step", programs.ALL, memory, 9.25, 7.88e9, 9.06e6, 9094.0, one, two, ("infeed.1",), 3,
+        5.69e-5, None,
+    )  # fmt: skip
+    plan = estimate.Plan(
+        "v5e:2x2", 4, "anakin", 16, 16, 4, 4096, 256, 128, 524_288, 16, 2.0**34, (program,), None,
+        9.22e9, None, ("a", "b"),
+    )  # fmt: skip
+    fits = {"num_envs": 512, "unroll_length": None}
+    excess = estimate.TooLarge("step", 5 * 2**34, 2.0**34, fits, "")
+    no_fit = dataclasses.replace(plan, topology="v2:2x2", programs=(), too_large=excess)
+
+    text = printed(table.print_plan, plan, capsys)
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines()]
+    rows = {row[0]: row[1] for row in cells if row}
+    assert text.startswith("4 x v5e:2x2: 16 chips, 16 cores with 16.0 GiB each, 4 hosts\n")
+    assert rows["memory: total"] == "4.0 MiB (0.0%)"
+    assert rows["memory: new outputs"] == "512.0 KiB"
+    assert rows["flops per update"] == "7.88 G"
+    assert rows["other collectives per update"] == "2 of 24 Bytes"
+    assert rows["instructions waiting for the host"] == "infeed.1"
+    assert rows["time per update, roofline"] == "56.9 μs"
+    assert rows["time per update, compiler"] == "-"
+    assert "3 instructions are in loops" in text
+    assert "at most 9.22 G steps/s" in text
+    assert (
+        "TOO LARGE: the program step needs 80.0 GiB, 64.0 GiB more than the 16.0 GiB of a core; "
+        "num_envs=512 would fit" in printed(table.print_plan, no_fit, capsys)
+    )
+
+    text = printed(table.print_scaling, [plan, no_fit], capsys)
+    (line, too_large) = (line for line in text.splitlines() if line.startswith("│ 4 x"))
+    assert "4.0 MiB of 16.0 GiB" in line
+    assert "too large" in too_large
+    assert "4 x v2:2x2: TOO LARGE" in text
+
+
+def test_tpu_programs_use_jaxs_own_random_keys():
+    assert str(jax.random.key_impl(prng.key(0, "tpu"))) == "threefry2x32"
+    assert str(jax.random.key_impl(prng.key(0, "cpu"))) == "threefry_unrolled"
+    assert str(jax.random.key_impl(prng.key(0))) == "threefry_unrolled"
+
+
+@pytest.fixture(scope="module")
+def libtpu():
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in plan_main.ENVIRONMENT.items():
+            patch.setenv(key, value)
+        yield
+
+
+@needs_libtpu
+def test_tpu_programs_use_jaxs_own_convolution_gradients(libtpu):
+    def gradient(x, kernel):
+        return jax.grad(lambda x, k: convolve(x, k, (1, 1), "VALID").sum(), (0, 1))(x, kernel)
+
+    def text(device):
+        sharding = jax.sharding.SingleDeviceSharding(device)
+        shapes = ((2, 8, 8, 3), (3, 3, 3, 4))
+        x, kernel = (jax.ShapeDtypeStruct(s, jnp.float32, sharding=sharding) for s in shapes)
+        return jax.jit(gradient).lower(x, kernel).as_text()
+
+    tpu = chips.get_slice("v5e:2x2").devices[0]
+    # The order of axes in JAX's own gradient of the kernel.
+    assert "[f, 0, 1, b]x[i, 0, 1, o]" in text(tpu)
+    assert "[f, 0, 1, b]x[i, 0, 1, o]" not in text(jax.devices()[0])
+
+
+@needs_libtpu
+def test_numbers_of_chips_cores_and_hosts(libtpu):
+    pod = chips.get_slice("v3:32x32")
+    assert (pod.num_chips, len(pod.devices), len(pod.hosts), pod.chips_per_device) == (
+        1024,
+        2048,
+        256,
+        0.5,
+    )
+    four = chips.get_slice("v5e:2x2", 4)
+    assert (four.num_chips, len(four.devices), len(four.hosts)) == (16, 16, 4)
+    assert four.chips_per_device == 1
+    assert len(chips.get_slice("v5e:1x1").devices) == 1
+    assert len(chips.get_slice("v4:2x2x1").devices) == 4
+    with pytest.raises(ConfigError, match="did you mean v5e:4x8 or v5e:4x4"):
+        chips.get_slice("v5e:4x5")
+
+
+SLICES = ("v2:2x2", "v5e:4x4", "v3:32x32")
+
+
+def check_scaling(plans):
+    """Checks the plans of a step or a learner's update on slices of different sizes."""
+    for program in plans:
+        assert program.host == ()
+        assert program.uncounted == 0
+        # Gradients and metrics are reduced together.
+        assert program.per_gradient_step.number == 1
+        assert program.per_update.number <= 3
+        assert program.per_update.bytes < 1000
+        assert program.memory.total > 0
+        assert 0 < program.roofline_seconds <= program.compiler_seconds
+    assert len({program.per_gradient_step for program in plans}) == 1
+    assert len({program.per_update.number for program in plans}) == 1
+    flops = [program.flops for program in plans]
+    assert max(flops) < 1.03 * min(flops)
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_cartpole_scales_to_a_full_pod(libtpu):
+    plans = []
+    for name in SLICES:
+        tpu_slice = chips.get_slice(name)
+        num_envs = 16 * len(tpu_slice.devices)
+        sizes = {"num_envs": num_envs, "total_steps": 10**9, "updates_per_call": 2}
+        config = config_of("cartpole.py", **sizes)
+        env = programs.make_env(config, "anakin")
+        plans.append(estimate.make_plan(config, "anakin", env, tpu_slice))
+    check_scaling([plan.programs[0] for plan in plans])
+    assert [plan.cores for plan in plans] == [8, 16, 2048]
+    json.dumps([dataclasses.asdict(plan) for plan in plans])
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_atari_learner_scales_to_a_full_pod(libtpu):
+    plans = []
+    for name in SLICES:
+        tpu_slice = chips.get_slice(name)
+        changes = {"network.torso": "resnet", "num_minibatches": 2, "unroll_length": 4}
+        config = config_of("pong.py", **changes)
+        learners = programs.num_learner_devices(config, "sebulba", tpu_slice)
+        config = dataclasses.replace(config, num_envs=8 * learners)
+        env = programs.make_env(config, "sebulba")
+        run = programs.trace_run(config, "sebulba", env, tpu_slice)
+        (update,) = [program for program in run.programs if program.where == programs.LEARNERS]
+        compiled = programs.compile_traced(update)
+        assert isinstance(compiled, programs.CompileResult)
+        plans.append(estimate._plan_program(compiled, tpu_slice, config.num_minibatches))
+    check_scaling(plans)
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_run_that_is_too_large_is_told_sizes_that_fit(libtpu, capsys):
+    tpu_slice = chips.get_slice("v5e:2x2")
+    config = config_of("cartpole.py", num_envs=2**22, num_epochs=1)
+    env = programs.make_env(config, "anakin")
+    plan = estimate.make_plan(config, "anakin", env, tpu_slice)
+    excess = plan.too_large
+    assert excess.needed > excess.available > 15 * chips.GIB
+    assert plan.programs == ()
+    assert excess.fits["num_envs"] < 2**22
+    assert excess.fits["unroll_length"] < 128
+    assert f"num_envs={excess.fits['num_envs']}" in printed(table.print_plan, plan, capsys)

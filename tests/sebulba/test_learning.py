@@ -1,0 +1,251 @@
+"""Sebulba learns what Anakin learns, whatever the devices, threads and timing."""
+
+import collections
+import threading
+import time
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from podracer import envs
+from podracer.acting import unroll
+from podracer.envs import dummy
+from podracer.sebulba import learner, setup
+from podracer.sebulba.pipeline import ActorOutput, ParameterServer
+from podracer.sebulba.threads import SupervisedQueue
+from podracer.training import builder
+from tests.anakin.test_anakin import flat
+from tests.helpers import make_config, make_run
+from tests.sebulba import faulty
+from tests.sebulba.runs import (
+    ONE_AND_TWO,
+    SOLO,
+    TWO_AND_TWO,
+    act,
+    join_parts,
+    make_setup,
+    sebulba_config,
+    train,
+    weights_of,
+)
+
+
+def make_anakin(monkeypatch, **changes):
+    """Config, initial state and step of Anakin in the counting environment, whose first episodes
+    Sebulba's counting environment then has as well."""
+    config = make_config(env="dummy:counting", env_kwargs={"next_step": True}, **changes)
+    _, _, state, step = make_run(config)
+    phases = np.asarray(state.rollout.timestep.observation[:, 1]) - 5
+    monkeypatch.setattr(
+        setup, "pool_seeds", lambda _, env_ids, *__: phases[env_ids % len(phases)].astype(int)
+    )
+    return config, state, step
+
+
+@pytest.mark.parametrize(
+    ("agent", "core"), [("vtrace", "none"), pytest.param("ppo", "gru", marks=pytest.mark.slow)]
+)
+def test_without_lag_sebulba_makes_the_updates_of_anakin(agent, core, monkeypatch):
+    changes = {
+        "agent": agent,
+        "network__core": core,
+        "num_envs": 16,
+        "total_steps": 5 * 16 * 8,
+        "num_minibatches": 2,
+        "normalize_observations": True,
+        "normalize_rewards": True,
+    }
+    _, state, step = make_anakin(monkeypatch, **changes)
+    for _ in range(5):
+        state, anakin = step(state)
+    result = train(sebulba_config(**changes, **ONE_AND_TWO, sebulba__lag=0))
+    np.testing.assert_allclose(weights_of(result), flat(state), atol=2e-5)
+    last = result.metrics[-1]
+    for name, value in anakin.losses.items():
+        np.testing.assert_allclose(last[f"loss/{name}"], value[-1], rtol=1e-3, atol=1e-4)
+
+
+def test_an_actor_thread_collects_the_trajectories_of_anakin(monkeypatch):
+    changes = {"num_envs": 16, "unroll_length": 12, "network__core": "gru"}
+    config, state, _ = make_anakin(monkeypatch, **changes)
+    env = envs.make_environment(config.env, config.env_kwargs, {})
+    agent = builder.make_agent(config, env.spec)
+    one_unroll = jax.jit(lambda *arguments: unroll.unroll(env, agent, *arguments, 12))
+    _, weights, outputs = act(sebulba_config(**changes, **SOLO), 3)
+    rollout = state.rollout
+    for n, output in enumerate(outputs):
+        key, _ = builder.update_keys(state.key, n)
+        rollout, expected, _ = one_unroll(weights, rollout, key)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+            join_parts(output),
+            jax.device_get(expected),
+        )
+        assert expected.timestep.first.sum() > 0
+
+
+SPLITS = [
+    ((0, 1), tuple(range(2, 8)), 2),
+    pytest.param((0,), tuple(range(1, 8)), 4, marks=pytest.mark.slow),
+    pytest.param((0, 1, 2, 3), (4, 5, 6, 7), 1, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("actors", "learners", "threads"), SPLITS)
+@pytest.mark.parametrize("agent", ["ppo", pytest.param("vtrace", marks=pytest.mark.slow)])
+def test_devices_do_not_change_what_is_learned(agent, actors, learners, threads):
+    """Devices split into 2 + 6, 1 + 7 or 4 + 4 learn what one shared device learns."""
+
+    def result(actors, learners, threads):
+        config = sebulba_config(
+            agent=agent,
+            num_envs=336,
+            total_steps=4 * 336 * 8,
+            num_minibatches=2,
+            learning_rate=1e-3,
+            normalize_observations=True,
+            sebulba__actor_devices=actors,
+            sebulba__learner_devices=learners,
+            sebulba__threads=threads,
+        )
+        return train(config)
+
+    shared, other = result((0,), (0,), 4), result(actors, learners, threads)
+    np.testing.assert_allclose(weights_of(other), weights_of(shared), atol=2e-5)
+    for a, b in zip(other.metrics, shared.metrics, strict=True):
+        assert a["train/episodes"] == b["train/episodes"]
+        np.testing.assert_allclose(a["loss/total"], b["loss/total"], rtol=1e-3, atol=1e-4)
+
+
+# Eight updates with two learner devices and four actor threads.
+PIPELINE = {"num_envs": 24, "total_steps": 8 * 24 * 8, **TWO_AND_TWO}
+
+
+def test_timing_changes_nothing(monkeypatch):
+    """Two runs with one seed give the same bits, with random delays in actors and learner."""
+    publish = learner.Learner.publish
+
+    def run(delays: int):
+        rng = np.random.default_rng(delays)
+
+        def late(self, weights):
+            time.sleep(rng.uniform(0, 0.05))
+            publish(self, weights)
+
+        monkeypatch.setattr(learner.Learner, "publish", late)
+        env = faulty.make_environment(
+            lambda seeds: faulty.DelayedPool(dummy.CountingPool(seeds), rng)
+        )
+        return train(sebulba_config(**PIPELINE), env)
+
+    one, other = run(1), run(2)
+    np.testing.assert_array_equal(weights_of(one), weights_of(other))
+    for n, row in enumerate(one.metrics):
+        lag = min(n, 1)
+        assert (row["lag/min"], row["lag/mean"], row["lag/max"]) == (lag, lag, lag)
+
+
+def test_another_seed_gives_other_weights():
+    one, other = (
+        jax.device_get(jax.jit(run.learner_functions.init)(run.key).train.weights.params)
+        for run in (make_setup(sebulba_config(**PIPELINE, seed=seed)) for seed in (0, 1))
+    )
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        # Biases are zeros.
+        assert (a != b).all() or a.ndim == 1
+
+
+def test_the_next_batch_is_with_the_learners_while_they_update(monkeypatch):
+    """Each update waits until it is there, so acting on it can't need that update's weights."""
+    learn, put, sent = learner.Learner._learn, SupervisedQueue.put, collections.Counter()
+    config = sebulba_config(**PIPELINE)
+    learners = make_setup(config).split.learners
+
+    def spy(self, item):
+        put(self, item)
+        if isinstance(item, ActorOutput):
+            assert [device_of(part) for part in item.parts] == list(learners)
+            assert all(x.is_ready() for x in jax.tree.leaves(item.parts))
+            sent[self] += 1
+
+    def device_of(part):
+        (device,) = {device for x in jax.tree.leaves(part) for device in x.devices()}
+        return device
+
+    def late(self, state, taken):
+        deadline = time.monotonic() + 60
+        while any(sent[queue] < min(self.version + 2, 8) for queue in self._queues):
+            time.sleep(0.001)
+            assert time.monotonic() < deadline
+        return learn(self, state, taken)
+
+    monkeypatch.setattr(SupervisedQueue, "put", spy)
+    monkeypatch.setattr(learner.Learner, "_learn", late)
+    train(config)
+    assert list(sent.values()) == [8] * 4
+
+
+FREE = {
+    "agent": "vtrace",
+    "num_envs": 24,
+    "total_steps": 30 * 24 * 8,
+    "learning_rate": 1e-2,
+    **SOLO,
+    "sebulba__threads": 3,
+    "sebulba__free_running": True,
+}
+
+
+def test_running_free_takes_the_newest_weights_and_logs_their_lag(monkeypatch):
+    taken, get = collections.defaultdict(list), ParameterServer.get
+
+    def spy(self, device, version):
+        newest = max(self._versions, default=0)
+        chosen, weights = get(self, device, version)
+        assert chosen >= newest
+        taken[threading.current_thread().name].append(chosen)
+        return chosen, weights
+
+    monkeypatch.setattr(ParameterServer, "get", spy)
+    result = train(sebulba_config(**FREE))
+    assert len(taken) == 3
+    lags = np.arange(30) - np.array(list(taken.values()))
+    # One trajectory waits in the queue, and another one for room in it.
+    assert ((lags >= 0) & (lags <= 2)).all()
+    for versions in taken.values():
+        assert versions == sorted(versions)
+    for name in ("min", "mean", "max"):
+        logged = [row[f"lag/{name}"] for row in result.metrics]
+        np.testing.assert_allclose(logged, getattr(lags, name)(axis=0))
+
+
+def test_running_free_actors_do_not_wait_for_a_slow_learner(monkeypatch):
+    """They run ahead as far as their queues let them, which is a lag of 2, and it still learns."""
+    publish, put = learner.Learner.publish, SupervisedQueue.put
+    offered = collections.Counter()
+
+    def spy(self, item):
+        offered[self] += 1
+        put(self, item)
+
+    def late(self, weights):
+        """Waits until each actor has a trajectory in its queue and the next one ready."""
+        deadline = time.monotonic() + 60
+        ahead = min(self.version + 2, 30) if self.version else 0
+        while any(offered[queue] < ahead for queue in self._queues):
+            time.sleep(0.001)
+            assert time.monotonic() < deadline
+        publish(self, weights)
+
+    monkeypatch.setattr(SupervisedQueue, "put", spy)
+    monkeypatch.setattr(learner.Learner, "publish", late)
+    # The return of an episode is how often the second of two actions was taken in seven steps.
+    env = faulty.make_environment(partial(faulty.EchoPool, scale=0.0))
+    rows = train(sebulba_config(**FREE), env).metrics
+    assert [row["step"] for row in rows] == [192 * (n + 1) for n in range(30)]
+    for n, row in enumerate(rows):
+        assert [row[f"lag/{name}"] for name in ("min", "mean", "max")] == [min(n, 2)] * 3
+    assert rows[0]["train/episode_return"] < 5
+    assert rows[-1]["train/episode_return"] > 6

@@ -1,0 +1,83 @@
+"""Small runs that stop and are resumed, and what tests compare of them."""
+
+import json
+import os
+import signal
+
+import jax
+import numpy as np
+from etils import epath
+
+from podracer import errors
+from podracer.storage import checkpoint_files
+from podracer.training.session import Session
+from tests.helpers import make_config
+
+
+def resumable(**changes):
+    """Ten updates, a row and a checkpoint after each, an evaluation after every fourth."""
+    return make_config(
+        **{
+            "num_envs": 16,
+            "cpu_devices": 2,
+            "total_steps": 16 * 8 * 10,
+            "evaluation__every": 4,
+            "checkpoint__every": 1,
+            # By this no program knows how long a run is: each is compiled once.
+            "anneal": False,
+            **changes,
+        }
+    )
+
+
+def bits(tree) -> list[bytes]:
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(jax.device_get(tree))]
+
+
+def timeless(rows):
+    """Rows without what a clock says."""
+    return [{k: v for k, v in row.items() if "time" not in k} for row in rows]
+
+
+class Stops:
+    """Sends a signal to a run after certain updates, one at each start."""
+
+    def __init__(self, monkeypatch, *updates, by=signal.SIGTERM):
+        self._left = list(updates)
+        profile = Session.profile
+
+        def stop(session, state, update):
+            if self._left and update >= self._left[0]:
+                self._left.pop(0)
+                # Noted now, obeyed after the call that follows.
+                os.kill(os.getpid(), by)
+            return profile(session, state, update)
+
+        monkeypatch.setattr(Session, "profile", stop)
+
+
+def until_done(train, run, workdir) -> tuple:
+    """Starts a run again and again; its result, and how often it stopped."""
+    for stops in range(20):
+        try:
+            return train(run, workdir, quiet=True), stops
+        except errors.PreemptedError:
+            continue
+    raise AssertionError("never done")
+
+
+def last_arrays(workdir) -> dict[str, np.ndarray]:
+    """All arrays of the newest checkpoint."""
+    folder = epath.Path(workdir) / checkpoint_files.FOLDER
+    with checkpoint_files.open_manager(folder, writes=False) as manager:
+        found = manager.restore(manager.latest_step())
+    return {
+        f"{item}/{name}": np.asarray(x)
+        for item in (checkpoint_files.WEIGHTS, checkpoint_files.REST)
+        for name, x in found[item].items()
+    }
+
+
+def rows_of(workdir) -> list[dict]:
+    file = workdir / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

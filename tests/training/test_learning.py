@@ -1,0 +1,136 @@
+"""Agents learn: the real command in its own process, with the devices that a user has."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def final_return(
+    workdir: pathlib.Path, *arguments: str, architecture: str = "anakin", config: str = "cartpole"
+) -> float:
+    """The final evaluation of a run of a config."""
+    module, path = f"podracer.{architecture}", f"configs/{config}.py"
+    command = [sys.executable, "-m", module, f"--config={path}", "--quiet"]
+    subprocess.run(
+        [*command, f"--workdir={workdir}", *arguments],
+        cwd=ROOT,
+        check=True,
+        env={**os.environ, "XLA_FLAGS": ""},
+    )
+    return json.loads((workdir / "summary.json").read_text())["eval_return_mean"]
+
+
+@pytest.mark.parametrize("agent", ["ppo", pytest.param("vtrace", marks=pytest.mark.slow)])
+def test_cartpole_is_learned_by_the_command_of_the_readme(agent, tmp_path):
+    assert final_return(tmp_path, f"--config.agent={agent}") >= 475
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("core", ["gru", "none"])
+def test_memory_chain_is_learned_with_a_memory_and_not_without(core, tmp_path):
+    score = final_return(
+        tmp_path,
+        "--config.env=gymnax:MemoryChain-bsuite",
+        "--config.num_envs=64",
+        "--config.unroll_length=16",
+        "--config.total_steps=100_000",
+        "--config.learning_rate=3e-3",
+        f"--config.network.core={core}",
+        "--config.network.core_size=32",
+        "--config.network.shared=True",
+    )
+    # +1 for the right answer, -1 for the wrong one: guessing gives 0.
+    assert score > 0.9 if core == "gru" else score < 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("agent", ["ppo", "vtrace"])
+def test_cartpole_is_learned_with_every_seed(agent, tmp_path):
+    """With the settings that peers are measured with: 4 environments x 128 steps, 500 k steps."""
+    returns = [
+        final_return(
+            tmp_path / str(seed),
+            f"--config.seed={seed}",
+            f"--config.agent={agent}",
+            "--config.num_envs=4",
+            "--config.total_steps=500_000",
+            "--config.learning_rate=2.5e-4",
+        )
+        for seed in range(8)
+    ]
+    print(agent, returns)
+    assert np.mean(returns) > 470
+    assert min(returns) > 400
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("agent", "learning_rate"), [("ppo", 1e-3), ("vtrace", 3e-4)])
+def test_cartpole_is_learned_by_sebulba_too(agent, learning_rate, tmp_path):
+    score = final_return(
+        tmp_path,
+        "--config.env=envpool:CartPole-v1",
+        f"--config.agent={agent}",
+        f"--config.learning_rate={learning_rate}",
+        architecture="sebulba",
+    )
+    assert score >= 475
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("agent", ["ppo", "vtrace"])
+def test_lunar_lander_is_learned(agent, tmp_path):
+    agent = f"--config.agent={agent}"
+    assert final_return(tmp_path, agent, architecture="sebulba", config="lunarlander") > 200
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_half_cheetah_rises_well_above_random(tmp_path):
+    """Random actions return about -280."""
+    arguments = ["--config.total_steps=500_000"]
+    score = final_return(tmp_path, *arguments, architecture="sebulba", config="halfcheetah")
+    assert score > 500
+    print(score)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ten_minutes_of_sebulba_hold_their_memory(tmp_path):
+    run = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "podracer.sebulba",
+            "--config=configs/cartpole.py",
+            "--config.env=envpool:CartPole-v1",
+            "--config.total_steps=10_000_000_000",
+            "--config.updates_per_call=100",
+            f"--workdir={tmp_path}/run",
+            "--quiet",
+        ],
+        cwd=ROOT,
+    )
+    try:
+        used = []
+        for _ in range(60):
+            time.sleep(10)
+            assert run.poll() is None
+            pages = pathlib.Path(f"/proc/{run.pid}/statm").read_text().split()[1]
+            used.append(int(pages) * os.sysconf("SC_PAGE_SIZE") / 2**20)
+    finally:
+        run.send_signal(signal.SIGINT)
+        assert run.wait(30) == 130
+    print([round(x) for x in used])
+    # Rows of metrics are kept in memory, a few kilobytes each.
+    assert max(used[30:]) < max(used[:30]) + 10

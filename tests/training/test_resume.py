@@ -1,0 +1,225 @@
+"""Runs that stop for any reason and are resumed: what is exact, and what may change."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from podracer import anakin, errors, sebulba
+from podracer.training.session import Session
+from tests.training.resuming import (
+    Stops,
+    bits,
+    last_arrays,
+    resumable,
+    rows_of,
+    timeless,
+    until_done,
+)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cpu_devices": 8, "normalize_observations": True},
+        pytest.param(
+            {"agent": "vtrace", "network__core": "gru", "normalize_observations": True},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"normalize_rewards": True, "cpu_devices": 1}, marks=pytest.mark.slow),
+        pytest.param({"agent": "vtrace", "cpu_devices": 8}, marks=pytest.mark.slow),
+        pytest.param({"network__core": "lstm", "stagger": 3}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_stopped_and_resumed_is_never_stopped(changes, tmp_path, monkeypatch):
+    run = resumable(num_minibatches=2, anneal=True, **changes)
+    whole = anakin.train(run, tmp_path / "whole", quiet=True)
+    Stops(monkeypatch, 1, 3, 6)
+    parts, stops = until_done(anakin.train, run, tmp_path / "parts")
+    assert stops == 3
+    assert bits(parts.weights) == bits(whole.weights)
+    assert timeless(parts.metrics) == timeless(whole.metrics)
+    # All of the state: optimizer, environments, memory, keys.
+    states = [last_arrays(tmp_path / name) for name in ("whole", "parts")]
+    assert states[0].keys() == states[1].keys()
+    for name, x in states[0].items():
+        np.testing.assert_array_equal(x, states[1][name], err_msg=name)
+    seconds = [row["wall_time"] for row in parts.metrics]
+    assert seconds == sorted(seconds)
+    rows = (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [128 * (i + 1) for i in range(10)]
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path):
+    first = anakin.train(resumable(), tmp_path / "run", quiet=True)
+    again = anakin.train(resumable(), tmp_path / "run", quiet=True)
+    assert bits(again.weights) == bits(first.weights)
+    assert again.metrics == first.metrics
+    # A longer run is resumed; that its learning rate anneals otherwise is the user's choice.
+    longer = anakin.train(resumable(total_steps=16 * 8 * 12), tmp_path / "run", quiet=True)
+    assert longer.metrics[:10] == first.metrics
+    assert longer.summary["env_steps"] == 16 * 8 * 12
+
+
+def test_a_run_that_is_made_shorter_is_evaluated_where_it_stopped(tmp_path, monkeypatch):
+    Stops(monkeypatch, 4)
+    with pytest.raises(errors.PreemptedError):
+        anakin.train(resumable(), tmp_path / "run", quiet=True)
+    result = anakin.train(resumable(total_steps=16 * 8 * 3), tmp_path / "run", quiet=True)
+    assert [row["step"] for row in result.metrics] == [128 * (i + 1) for i in range(5)]
+    assert result.summary["eval_return_mean"] == result.metrics[-1]["eval/episode_return"]
+    assert timeless(rows_of(tmp_path / "run")) == timeless(result.metrics)
+
+
+def test_an_evaluation_that_a_signal_interrupts_is_left_to_the_next_start(tmp_path, monkeypatch):
+    run = resumable()
+    whole = anakin.train(run, tmp_path / "whole", quiet=True)
+    # The fourth and the last call end with an evaluation: the signal finds it due.
+    Stops(monkeypatch, 3, 9)
+    parts, stops = until_done(anakin.train, run, tmp_path / "parts")
+    assert stops == 2
+    assert timeless(parts.metrics) == timeless(whole.metrics)
+    assert bits(parts.weights) == bits(whole.weights)
+    rows = (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()
+    assert len(rows) == 10
+
+
+@pytest.mark.parametrize("devices", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
+def test_a_run_is_resumed_on_another_number_of_devices(devices, tmp_path, monkeypatch):
+    run = resumable()
+    whole = anakin.train(run, None, quiet=True)
+    Stops(monkeypatch, 4)
+    with pytest.raises(errors.PreemptedError):
+        anakin.train(run, tmp_path / "run", quiet=True)
+    result = anakin.train(resumable(cpu_devices=devices), tmp_path / "run", quiet=True)
+    for a, b in zip(jax.tree.leaves(result.weights), jax.tree.leaves(whole.weights), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_a_number_of_devices_that_does_not_divide_is_rejected(tmp_path):
+    anakin.train(resumable(), tmp_path / "run", quiet=True)
+    with pytest.raises(
+        errors.ConfigError, match=r"num_envs=16 .* 3 devices; 15 would.* 1, 2, 4, 8"
+    ):
+        anakin.train(resumable(cpu_devices=3), tmp_path / "run", quiet=True)
+
+
+def test_changed_settings_are_reported_or_rejected(tmp_path, capsys):
+    anakin.train(resumable(), tmp_path / "run", quiet=True)
+    anakin.train(resumable(learning_rate=1e-3, total_steps=16 * 8 * 11), tmp_path / "run")
+    out = capsys.readouterr().out
+    assert "learning_rate was 0.00025 and is now 0.001" in out
+    assert "total_steps was 1280 and is now 1408" in out
+    assert "resumed from update 10, step 1,280" in out
+    for change, message in [
+        ({"agent": "vtrace"}, "agent='ppo', not 'vtrace'"),
+        ({"env": "dummy:counting"}, "env='gymnax:CartPole-v1', not 'dummy:counting'"),
+        ({"network__hidden": (8,)}, r"network.hidden=\[16\], not \[8\]"),
+        ({"seed": 1}, "seed=0, not 1"),
+    ]:
+        with pytest.raises(errors.ConfigError, match=message):
+            anakin.train(resumable(**change), tmp_path / "run", quiet=True)
+    # A rejected start leaves the run as it was.
+    anakin.train(resumable(total_steps=16 * 8 * 12), tmp_path / "run", quiet=True)
+    with pytest.raises(errors.ConfigError, match="architecture='anakin', not 'sebulba'"):
+        sebulba.train(resumable(env="dummy:counting", cpu_devices=2), tmp_path / "run", quiet=True)
+
+
+def test_restart_moves_the_run_aside(tmp_path):
+    first = anakin.train(resumable(), tmp_path / "run", quiet=True)
+    anakin.train(resumable(seed=1), tmp_path / "run", quiet=True, restart=True)
+    again = anakin.train(resumable(), tmp_path / "run.1", quiet=True)
+    assert bits(again.weights) == bits(first.weights)
+
+
+def test_a_run_starts_from_the_weights_of_another(tmp_path, capsys):
+    first = anakin.train(resumable(), tmp_path / "run", quiet=True)
+    run = resumable(seed=1, learning_rate=1e-30, total_steps=16 * 8)
+    second = anakin.train(run, tmp_path / "next", init_from=tmp_path / "run")
+    assert "starts from the weights of" in capsys.readouterr().out
+    for a, b in zip(jax.tree.leaves(second.weights), jax.tree.leaves(first.weights), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    with pytest.raises(
+        errors.ConfigError, match=r"of another network: .*\(16,\) there and \(8,\) here"
+    ):
+        anakin.train(
+            resumable(network__hidden=(8,)), tmp_path / "x", init_from=tmp_path / "run", quiet=True
+        )
+    with pytest.raises(errors.ConfigError, match="nowhere' is not a run"):
+        anakin.train(resumable(), tmp_path / "y", init_from=tmp_path / "nowhere", quiet=True)
+
+
+def test_a_finished_run_whose_rows_are_lost_is_evaluated_again(tmp_path):
+    whole = anakin.train(resumable(), tmp_path / "run", quiet=True)
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    again = anakin.train(resumable(), tmp_path / "run", quiet=True)
+    (row,) = again.metrics
+    assert row["step"] == whole.metrics[-1]["step"]
+    assert row["eval/episode_return"] == whole.metrics[-1]["eval/episode_return"]
+
+
+def test_a_workdir_that_is_deleted_during_the_run_is_written_again(tmp_path, monkeypatch, capsys):
+    save = Session.save
+
+    def deleting(session, state, progress, score):
+        if progress.update == 5:
+            shutil.rmtree(tmp_path / "run")
+        return save(session, state, progress, score)
+
+    monkeypatch.setattr(Session, "save", deleting)
+    whole = anakin.train(resumable(), tmp_path / "run")
+    assert "had been deleted and was written again" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert (tmp_path / "run" / "config.json").exists()
+    again = anakin.train(resumable(), tmp_path / "run", quiet=True)
+    assert bits(again.weights) == bits(whole.weights)
+    assert timeless(again.metrics) == timeless(whole.metrics)
+
+
+def test_a_divergence_leaves_the_checkpoint_before_it(tmp_path):
+    good = resumable(total_steps=16 * 8 * 4)
+    anakin.train(good, tmp_path / "run", quiet=True)
+    # Within one update, whose checkpoint is then not written.
+    bad = resumable(learning_rate=1e38, max_grad_norm=0.0, num_epochs=4)
+    with pytest.raises(errors.DivergedError):
+        anakin.train(bad, tmp_path / "run", quiet=True)
+    result = anakin.train(resumable(), tmp_path / "run", quiet=True)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(result.weights))
+    assert result.summary["env_steps"] == 16 * 8 * 10
+
+
+def test_sebulba_resumes_its_learner(tmp_path, monkeypatch, capsys):
+    run = resumable(
+        env="dummy:counting",
+        cpu_devices=8,
+        sebulba__actor_devices=(0,),
+        sebulba__learner_devices=(1, 2),
+    )
+    Stops(monkeypatch, 3)
+    with pytest.raises(errors.PreemptedError):
+        sebulba.train(run, tmp_path / "run", quiet=True)
+    before = last_arrays(tmp_path / "run")
+    assert before["rest/train/step"] == 4
+    began = rows_of(tmp_path / "run")
+    result = sebulba.train(run, tmp_path / "run")
+    out = capsys.readouterr().out
+    assert "resumed from update 4" in out
+    assert "environments start new episodes" in out
+    assert [row["step"] for row in result.metrics] == [128 * (i + 1) for i in range(10)]
+    after = last_arrays(tmp_path / "run")
+    assert after["rest/train/step"] == 10
+    np.testing.assert_array_equal(before["rest/key"], after["rest/key"])
+    # The optimizer's counts continue.
+    counts = [name for name in after if name.endswith("count")]
+    assert counts
+    for name in counts:
+        assert after[name] / before[name] == 10 / 4
+    # Times are those of both starts; a start with nothing left to do adds none.
+    updating = sum(row["time/learner_update"] for row in result.metrics)
+    assert updating > sum(row["time/learner_update"] for row in began) > 0
+    assert result.summary["breakdown"]["learner_update"] == pytest.approx(updating)
+    again = sebulba.train(run, tmp_path / "run", quiet=True).summary
+    assert again["breakdown"] == result.summary["breakdown"]

@@ -1,0 +1,142 @@
+"""How a run stops: signals, their exit codes, two runs in one workdir, and sudden ends."""
+
+import itertools
+import math
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from podracer import anakin
+from podracer.errors import ExitCode
+from tests.training.resuming import Stops, last_arrays, resumable, rows_of, timeless
+
+ROOT = Path(__file__).parents[2]
+CARTPOLE = str(ROOT / "configs" / "cartpole.py")
+
+
+def test_ctrl_c_saves_too(tmp_path, monkeypatch):
+    Stops(monkeypatch, 5, by=signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        anakin.train(resumable(checkpoint__every=0), tmp_path / "run", quiet=True)
+    steps = [int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert 6 in steps
+    # The handlers of signals are restored.
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def command(workdir, *arguments):
+    return [
+        sys.executable, "-m", "podracer.anakin", f"--config={CARTPOLE}", f"--workdir={workdir}",
+        "--config.total_steps=400_000", "--config.checkpoint.every=4", *arguments,
+    ]  # fmt: skip
+
+
+ENDLESS = (
+    "--config.total_steps=100_000_000", "--config.network.hidden=(8,)", "--config.num_epochs=1",
+    "--config.num_minibatches=1", "--config.cpu_devices=1",
+)  # fmt: skip
+
+
+def start(*arguments):
+    return subprocess.Popen(
+        command(*arguments), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def wait_for_row(run, workdir) -> None:
+    while not (workdir / "metrics.jsonl").exists() or not rows_of(workdir):
+        assert run.poll() is None, run.stderr.read()
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "words"),
+    [
+        (signal.SIGTERM, ExitCode.PREEMPTED, "SIGTERM"),
+        (signal.SIGINT, ExitCode.INTERRUPTED, "interrupted"),
+    ],
+)
+def test_a_signal_saves_and_has_its_exit_code(number, code, words, tmp_path):
+    with start(tmp_path / "run", *ENDLESS) as run:
+        wait_for_row(run, tmp_path / "run")
+        run.send_signal(number)
+        _, stderr = run.communicate(timeout=60)
+    assert run.returncode == code
+    assert words in stderr
+    assert "Traceback" not in stderr
+    steps = [int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir()]
+    rows = rows_of(tmp_path / "run")
+    # No update whose row was shown has to be repeated.
+    assert max(steps) * 4096 == rows[-1]["step"]
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_at_once(second):
+    program = """
+import time
+from podracer.distributed.signals import StopSignals
+with StopSignals() as stop:
+    print("ready", flush=True)
+    while stop.number is None:
+        time.sleep(0.01)
+    print("noted", flush=True)
+    time.sleep(100)
+"""
+    arguments = [sys.executable, "-c", program]
+    with subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout.readline() == "ready\n"
+        run.send_signal(signal.SIGTERM)
+        assert run.stdout.readline() == "noted\n"
+        run.send_signal(second)
+        assert run.wait(timeout=10) == -second
+
+
+def test_two_runs_in_one_workdir(tmp_path):
+    with start(tmp_path / "run", *ENDLESS) as first:
+        wait_for_row(first, tmp_path / "run")
+        with start(tmp_path / "run") as second:
+            _, stderr = second.communicate(timeout=60)
+        first.kill()
+    assert second.returncode == ExitCode.CONFIG
+    assert "belongs to a run that is still running" in stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_twenty_kills_change_nothing(tmp_path):
+    """``kill -9`` at 20 random moments, each time resumed by the same command."""
+    subprocess.run(command(tmp_path / "whole"), cwd=ROOT, check=True, capture_output=True)
+    rng = np.random.default_rng(0)
+    kills = 0
+    while kills < 20:
+        with start(tmp_path / "run") as run:
+            # Anywhere: in the imports, the compilation, between two saves, in one.
+            seconds = rng.uniform(0.5, 8) if kills % 2 else None
+            if seconds is None:
+                before = len(rows_of(tmp_path / "run"))
+                while run.poll() is None and len(rows_of(tmp_path / "run")) <= before:
+                    time.sleep(0.01)
+                time.sleep(rng.uniform(0, 0.05))
+            else:
+                time.sleep(seconds)
+            if run.poll() is None:
+                run.kill()
+                kills += 1
+            run.communicate()
+        if run.returncode == 0:
+            break
+    assert kills == 20, "the run was over before it was killed twenty times"
+    subprocess.run(command(tmp_path / "run"), cwd=ROOT, check=True, capture_output=True)
+    whole, killed = (last_arrays(tmp_path / name) for name in ("whole", "run"))
+    for name, x in whole.items():
+        np.testing.assert_array_equal(x, killed[name], err_msg=name)
+    rows = rows_of(tmp_path / "run")
+    steps = [row["step"] for row in rows]
+    assert all(a < b for a, b in itertools.pairwise(steps))
+    assert timeless(rows) == timeless(rows_of(tmp_path / "whole"))
+    assert math.isclose(rows[-1]["eval/episode_return"], 500, abs_tol=100)

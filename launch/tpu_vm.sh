@@ -6,38 +6,61 @@ usage() {
   cat <<'TEXT'
 usage: launch/tpu_vm.sh --name=NAME --zone=ZONE --accelerator_type=TYPE [OPTION ...] -- COMMAND ...
 
-Asks for a Cloud TPU slice, runs COMMAND on every worker of it, shows worker 0's log and deletes
-the slice at the end: also after a failure and after Ctrl-C. A slice that is preempted is asked for
-again. COMMAND must hold --workdir=gs://..., from which it resumes.
+Requests a Cloud TPU slice, runs COMMAND on all of its workers, shows the log of worker 0 and deletes
+the slice at the end, also after a failure and after Ctrl-C. A preempted slice is requested again.
+COMMAND must contain --workdir=gs://..., from which it resumes.
 
-  --name=NAME              what the slice is called in the project
-  --zone=ZONE              such as us-west4-a
-  --accelerator_type=TYPE  such as v5litepod-16
-  --runtime_version=NAME   the image of the machines; default: by TYPE
-  --project=PROJECT        default: gcloud's own
-  --spot                   a preemptible slice, for less
-  --source=SOURCE          what to train with: the folder of a git repository, whose tracked files
-                           are sent as they are; or URL or URL#REF of one. Default: this repository
-  --install=COMMAND        what installs it; default: a Python 3.12 environment with '.[tpu,gcs]'
-  --max_restarts=N         restarts after crashes before the run is given up; default: 3
-  --create_flag=FLAG       a further flag of 'gcloud compute tpus queued-resources create', such as
-                           --service-account=NAME; may be given several times
-  --poll=SECONDS           between two looks at the slice; default: 15
-  --patience=SECONDS       for the first sign of life of a slice that is up; default: 1800
-  --keep                   leave the slice at the end; it goes on costing
+Required:
+  --name=NAME              name of the slice in the project
+  --zone=ZONE              zone of the slice, such as us-west4-a
+  --accelerator_type=TYPE  v2-N, v3-N, v4-N, v5litepod-N, v5p-N or v6e-N, such as v5litepod-16
 
-Exit code: that of COMMAND. 42 (preempted) and crashes are run again; 0, 2, 3 and 130 are final.
+The slice:
+  --runtime_version=NAME   image of the workers; default: the one Google documents for TYPE
+  --project=PROJECT        project of the slice; default: the project that gcloud is configured with
+  --spot                   request a spot (preemptible) slice, which is cheaper
+  --create_flag=FLAG       additional flag of 'gcloud compute tpus queued-resources create', such as
+                           --service-account=NAME; can be repeated
+  --self_delete            let worker 0 delete the slice when the run has ended, in case this launcher
+                           has been killed; the slice's service account needs roles/tpu.admin
+  --keep                   do not delete the slice at the end; it is billed until it is deleted
+
+The program:
+  --source=SOURCE          what to train with: the folder of a git repository, whose tracked files are
+                           uploaded including uncommitted changes; or URL or URL#REF of a git
+                           repository. Default: this repository
+  --install=COMMAND        command that installs it, run in its folder; default: a Python 3.12
+                           environment in .venv with '.[tpu,gcs,sebulba]'
+
+The log of worker 0 is read by SSH to its external address, unless one of these is specified:
+  --internal_ip            connect to its internal address, from a machine in the same VPC network
+  --iap                    connect through Identity-Aware Proxy; needs gcloud's alpha commands
+
+Limits:
+  --max_restarts=N         restarts on one slice after failures, preemptions not counted; default: 3
+  --backoff=SECONDS        pause before the second attempt at something that failed (creating the
+                           slice, a failed trainer); it doubles each time up to 600; default: 30
+  --retry_for=SECONDS      how long a failing deletion, upload or download is retried; default: 600
+  --patience=SECONDS       how long an active slice may take to write to the bucket; default: 1800
+  --report_timeout=SECONDS how long workers wait for the exit codes of the others, more than the
+                           trainer's hosts.start_timeout_s; default: 1200
+  --poll=SECONDS           interval between requests for the state of the slice; default: 15
+
+Exit code: that of COMMAND. 0, 2, 3, 7 and 130 are final. After 42 (preempted) COMMAND is restarted
+without limit, after all other codes at most --max_restarts times.
 TEXT
 }
 
 say() { echo "tpu_vm: $*" >&2; }
-refuse() { say "error: $*; see --help" && exit 2; }
+reject() { say "error: $*; see --help" && exit 2; }
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-name='' zone='' accelerator_type='' runtime_version='' source=$(dirname "$here") keep=false
+name='' zone='' accelerator_type='' runtime_version='' source=$(dirname "$here")
 install="python3 -m pip install --quiet uv && python3 -m uv venv --quiet --python=3.12 &&
-  python3 -m uv pip install --quiet -e '.[tpu,gcs]'"
-max_restarts=3 poll=15 patience=1800 create_flags=(--quiet) project=()
+  python3 -m uv pip install --quiet -e '.[tpu,gcs,sebulba]'"
+keep=false self_delete=false
+max_restarts=3 backoff=30 retry_for=600 patience=1800 report_timeout=1200 poll=15
+create_flags=(--quiet) project=() ssh=(compute tpus tpu-vm ssh) ssh_flags=(--quiet)
 while (($#)); do
   case $1 in
     --name=*) name=${1#*=} ;;
@@ -46,16 +69,22 @@ while (($#)); do
     --runtime_version=*) runtime_version=${1#*=} ;;
     --project=*) project=("$1") ;;
     --spot) create_flags+=(--spot) ;;
+    --create_flag=*) create_flags+=("${1#*=}") ;;
+    --self_delete) self_delete=true ;;
+    --keep) keep=true ;;
     --source=*) source=${1#*=} ;;
     --install=*) install=${1#*=} ;;
+    --internal_ip) ssh_flags+=(--internal-ip) ;;
+    --iap) ssh=(alpha compute tpus tpu-vm ssh) && ssh_flags+=(--tunnel-through-iap) ;;
     --max_restarts=*) max_restarts=${1#*=} ;;
-    --create_flag=*) create_flags+=("${1#*=}") ;;
-    --poll=*) poll=${1#*=} ;;
+    --backoff=*) backoff=${1#*=} ;;
+    --retry_for=*) retry_for=${1#*=} ;;
     --patience=*) patience=${1#*=} ;;
-    --keep) keep=true ;;
+    --report_timeout=*) report_timeout=${1#*=} ;;
+    --poll=*) poll=${1#*=} ;;
     --help | -h) usage && exit 0 ;;
     --) shift && break ;;
-    *) refuse "unknown option $1" ;;
+    *) reject "unknown option $1" ;;
   esac
   shift
 done
@@ -63,31 +92,55 @@ done
 workdir=''
 for argument; do [[ $argument != --workdir=* ]] || workdir=${argument#*=}; done
 [[ -n $name && -n $zone && -n $accelerator_type ]] ||
-  refuse "--name, --zone and --accelerator_type are needed"
+  reject "--name, --zone and --accelerator_type are required"
 [[ $workdir == gs://* ]] ||
-  refuse "the command needs --workdir=gs://BUCKET/..., which all workers reach; it has '$workdir'"
-[[ -d $source || $source == *://* ]] || refuse "--source=$source is neither a folder nor a URL"
-case ${runtime_version:-$accelerator_type} in
-  "$runtime_version") ;;
-  v5litepod-*) runtime_version=v2-alpha-tpuv5-lite ;;
-  v5p-*) runtime_version=v2-alpha-tpuv5 ;;
-  v6e-*) runtime_version=v2-alpha-tpuv6e ;;
-  *) runtime_version=tpu-ubuntu2204-base ;;
+  reject "the command needs --workdir=gs://BUCKET/..., which all workers can reach; got '$workdir'"
+[[ -d $source || $source == *://* ]] || reject "--source=$source is neither a folder nor a URL"
+! $keep || ! $self_delete || reject "--keep and --self_delete exclude each other"
+for option in max_restarts backoff retry_for patience report_timeout; do
+  [[ ${!option} =~ ^[0-9]+$ ]] || reject "--$option=${!option} is not a whole number"
+done
+type=none
+[[ ! $accelerator_type =~ ^(v[0-9a-z]+)-[0-9]+$ ]] || type=${BASH_REMATCH[1]}
+case $type in
+  v2 | v3 | v4) default_version=tpu-ubuntu2204-base ;;
+  v5litepod) default_version=v2-alpha-tpuv5-lite ;;
+  v5p) default_version=v2-alpha-tpuv5 ;;
+  v6e) default_version=v2-alpha-tpuv6e ;;
+  *)
+    [[ -n $runtime_version ]] || reject "unknown --accelerator_type=$accelerator_type; known are v2-N, \
+v3-N, v4-N, v5litepod-N, v5p-N and v6e-N; any other needs --runtime_version as well"
+    ;;
 esac
+runtime_version=${runtime_version:-$default_version}
 where=(--zone="$zone" ${project[@]+"${project[@]}"})
 tpus() { gcloud compute tpus "$@" "${where[@]}"; }
 
+# These two are also part of the workers' script.
+retry() { # COMMAND ...: repeats a failing command for retry_for seconds
+  local deadline=$((SECONDS + retry_for))
+  until "$@"; do
+    ((SECONDS < deadline)) || return 1
+    sleep "$poll"
+  done
+}
+pause() { # N: the pause after failure number N, the first being 0
+  local seconds=$((backoff << ($1 < 10 ? $1 : 10)))
+  sleep $((seconds < 600 ? seconds : 600))
+}
+
 files=$(mktemp -d)
-# Beside the workdir, not in it: what is in there is the run's own.
+# Beside the workdir, because the trainer may move or list what is in the workdir.
 launches=${workdir%/}.launch/$(date -u +%Y%m%d-%H%M%S)
 ours=false logs=''
-# shellcheck disable=SC2329 # trap calls it
+# shellcheck disable=SC2329 # called by trap
 finish() {
   local code=$?
   trap '' HUP INT TERM # a second Ctrl-C must not leave the slice behind
   stop_logs
   if $ours && $keep; then
-    say "kept, and costing: gcloud compute tpus queued-resources delete $name --force ${where[*]}"
+    say "$name is kept and billed until you run:
+  gcloud compute tpus queued-resources delete $name --force ${where[*]}"
   elif $ours; then
     delete || code=1
   fi
@@ -99,44 +152,73 @@ trap 'exit 129' HUP
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-delete() {
-  say "deleting $name"
-  for _ in 1 2 3; do
-    ! tpus queued-resources delete "$name" --force --quiet || return 0
-    sleep "$poll"
-  done
-  say "error: $name COULD NOT BE DELETED and may go on costing. Run:
-  gcloud compute tpus queued-resources delete $name --force ${where[*]}"
+# These return their status explicitly: in a trap, plain return takes the status from before it.
+describe() { # FORMAT: prints it, or NOT_FOUND
+  ! tpus queued-resources describe "$name" --format="$1" 2>"$files/errors" || return 0
+  ! grep -q NOT_FOUND "$files/errors" || { echo NOT_FOUND && return 0; }
+  cat "$files/errors" >&2
+  return 1
+}
+state() { describe 'value(state.state)'; }
+
+# shellcheck disable=SC2329 # called by retry
+try_delete() {
+  ! tpus queued-resources delete "$name" --force --quiet 2>"$files/errors" || return 0
+  ! grep -q NOT_FOUND "$files/errors" || return 0
+  cat "$files/errors" >&2
   return 1
 }
 
-state() { tpus queued-resources describe "$name" --format='value(state.state)'; }
+delete() {
+  say "deleting $name"
+  if ! retry try_delete; then
+    say "error: $name COULD NOT BE DELETED and may still be billed. Run:
+  gcloud compute tpus queued-resources delete $name --force ${where[*]}"
+    return 1
+  fi
+  ours=false
+}
 
-start() { # writes what a worker starts and stops with, and asks for the slice
+write_scripts() { # COMMAND ...: the scripts that run when a worker boots and when it shuts down
   {
-    printf '#!/usr/bin/env bash\nlaunch=%q\nsource=%q\ninstall=%q\n' "$launch" "$source" "$install"
-    printf 'max_restarts=%q\npoll=%q\ncommand=(' "$max_restarts" "$poll"
-    printf '%q ' "$@"
-    printf ')\n'
+    printf '#!/usr/bin/env bash\nname=%q\nlaunch=%q\nsource=%q\n' "$name" "$launch" "$source"
+    printf 'install=%q\nself_delete=%q\n' "$install" "$self_delete"
+    printf 'max_restarts=%q\nbackoff=%q\nretry_for=%q\n' "$max_restarts" "$backoff" "$retry_for"
+    printf 'report_timeout=%q\npoll=%q\n' "$report_timeout" "$poll"
+    printf 'where=(' && printf '%q ' "${where[@]}" && printf ')\n'
+    printf 'command=(' && printf '%q ' "$@" && printf ')\n'
+    declare -f retry pause
     cat "$here/tpu_worker.sh"
-  } >"$files/start-up"
-  cat >"$files/shut-down" <<'SCRIPT'
+  } >"$files/startup"
+  cat >"$files/shutdown" <<'SCRIPT'
 #!/usr/bin/env bash
 pid=$(cat "${PODRACER_HOME:-/var/lib/podracer}/pid") && kill -TERM "$pid"
 while kill -0 "$pid" 2>/dev/null; do sleep 0.5; done
 SCRIPT
-  say "asking for $name, $accelerator_type in $zone"
-  ours=true
-  tpus queued-resources create "$name" --node-id="$name" --accelerator-type="$accelerator_type" \
-    --runtime-version="$runtime_version" "${create_flags[@]}" \
-    --metadata-from-file="startup-script=$files/start-up,shutdown-script=$files/shut-down"
 }
 
-follow() { # shows worker 0's log; a connection that breaks is made again
+request() { # requests the slice; sets ours
+  say "requesting $name, $accelerator_type in $zone"
+  ours=true # from here on: an interrupted request may still create the slice
+  # The description tells this slice from one that another launcher creates under the same name.
+  ! tpus queued-resources create "$name" --node-id="$name" --accelerator-type="$accelerator_type" \
+    --runtime-version="$runtime_version" --description="$launch" "${create_flags[@]}" \
+    --metadata-from-file="startup-script=$files/startup,shutdown-script=$files/shutdown" || return 0
+  # A failed request may have created the slice all the same. As long as that is unknown, it is ours.
+  local owner
+  owner=$(retry describe 'value(tpu.nodeSpec[0].node.description)') || return 1
+  [[ $owner != "$launch" ]] || return 0
+  ours=false
+  [[ $owner == NOT_FOUND ]] || say "error: $name exists, but was not created by this launcher; it is \
+not deleted. If it is yours, run: gcloud compute tpus queued-resources delete $name --force ${where[*]}"
+  return 1
+}
+
+follow() { # shows the log of worker 0, and reconnects when the connection breaks
   local lines=+1
-  while true; do
-    tpus tpu-vm ssh "$name" --worker=0 --quiet --command="tail -n $lines -F /var/lib/podracer/log" ||
-      say "no connection to the log yet"
+  while kill -0 $$; do # as long as the launcher runs
+    gcloud "${ssh[@]}" "$name" --worker=0 "${ssh_flags[@]}" "${where[@]}" \
+      --command="tail -n $lines -F /var/lib/podracer/log" || say "no connection to the log yet"
     lines=20
     sleep "$poll"
   done
@@ -154,21 +236,22 @@ stop_logs() {
   logs=''
 }
 
-watch() { # sets code to the command's, or to nothing if the slice was taken away
-  local now last='' deadline
+watch() { # returns when the command has ended, which sets code, or the slice has, which sets now
+  local last='' deadline=0
   while true; do
+    now=$(state) || now=$last # a failed request says nothing about the slice
+    # Read after the state: an exit code may be written just before the slice ends.
     code=$(gcloud storage cat "$launch/*.exit" 2>/dev/null | head -n 1) || true
     [[ -z $code ]] || return 0
-    now=$(state) || now=$last # one failed look says nothing
-    [[ $now == "$last" ]] || say "$name is ${now:-unknown}"
+    [[ $now == "$last" ]] || say "$name is ${now:-in an unknown state}"
     case $now in
-      SUSPENDED) return 0 ;;
-      FAILED) say "error: the request failed; look at: gcloud compute tpus queued-resources describe \
-$name ${where[*]}" && exit 1 ;;
+      SUSPENDED | FAILED | NOT_FOUND) return 0 ;;
       ACTIVE)
+        has_run=true failures=0
         [[ -n $logs ]] || { start_logs && deadline=$((SECONDS + patience)); }
         ((SECONDS < deadline)) || gcloud storage ls "$launch/*.log" >/dev/null || {
-          say "error: no worker wrote to $launch; may the slice's service account write there?"
+          say "error: no worker has written to $launch within $patience seconds; is the slice's \
+service account allowed to write there?"
           exit 1
         }
         ;;
@@ -178,24 +261,34 @@ $name ${where[*]}" && exit 1 ;;
   done
 }
 
-! state >/dev/null 2>&1 || refuse "$name exists already in $zone"
+now=$(state) || { say "error: cannot read the state of $name from Google Cloud" && exit 1; }
+[[ $now == NOT_FOUND ]] || reject "$name already exists in $zone (state $now); choose another --name, \
+or delete it: gcloud compute tpus queued-resources delete $name --force ${where[*]}"
 if [[ -d $source ]]; then
-  # What is tracked, with changes not yet committed.
-  commit=$(git -C "$source" stash create)
+  commit=$(git -C "$source" stash create) # empty if there are no uncommitted changes
   git -C "$source" archive --format=tar.gz --output="$files/source.tar.gz" "${commit:-HEAD}"
   gcloud storage cp --quiet "$files/source.tar.gz" "$launches/source.tar.gz"
   source=$launches/source.tar.gz
 fi
+has_run=false failures=0
 for ((slice = 0; ; slice++)); do
-  launch=$launches/slice-$slice code=''
-  start "$@"
-  watch
+  launch=$launches/slice-$slice code='' now=''
+  write_scripts "$@"
+  ! request || watch
   [[ -z $code ]] || break
-  say "$name was preempted; asking for it again"
   stop_logs
-  delete || exit 1
+  case $now in
+    SUSPENDED) say "$name was preempted" ;;
+    FAILED) say "error: the request for $name failed: $(describe 'value(state)' || true)" ;;
+    NOT_FOUND) ours=false && say "error: $name was deleted by somebody else" && exit 1 ;;
+    *) say "error: $name could not be created" ;;
+  esac
+  # A first request that fails is a mistake in it, or a missing quota; later ones lack only capacity.
+  $has_run || [[ $now == SUSPENDED ]] || exit 1
+  ! $ours || delete || exit 1
+  [[ $now == SUSPENDED ]] || pause $((failures++))
 done
-sleep "$poll" # the log's last lines are still on their way
+sleep "$poll" # so that the last lines of the log arrive
 say "exit code $code; logs of all workers: $launch"
-((code == 0)) || gcloud storage cat "$launch/*.log" | tail -n 50 >&2
+((code == 0)) || gcloud storage cat "$launch/*.log" | tail -n 50 >&2 || true
 exit "$code"

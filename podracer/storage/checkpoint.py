@@ -151,7 +151,10 @@ class Checkpoints:
         try:
             made = make()
         except Exception as error:
-            if retry.fault(error) is not Fault.DAMAGED:
+            fault = retry.fault(error)
+            if fault is Fault.TRANSIENT:
+                raise retry.final_error("a checkpoint can't be read", error, SaveError) from error
+            if fault is not Fault.DAMAGED:
                 raise
             reason = retry.reason(error)
         reasons = self._processes.all_gather(reason)

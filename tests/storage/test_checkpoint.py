@@ -243,6 +243,18 @@ def test_a_transient_error_of_a_read_is_retried_and_moves_nothing(error, tmp_pat
     assert not (tmp_path / "damaged_checkpoints").exists()
 
 
+def test_a_device_that_is_full_while_a_checkpoint_is_verified_is_not_damage(tmp_path, monkeypatch):
+    saved(tmp_path, (1, 2))
+
+    def fail(*_):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes")
+
+    monkeypatch.setattr(checkpoint.files, "verify", fail)
+    with pytest.raises(errors.TransientError, match="a checkpoint can't be read: .*memory"):
+        checkpoints(tmp_path).restore(state())
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"1", "2"}
+
+
 @leftovers
 @pytest.mark.parametrize("which", ["last", "best"])
 def test_damaged_weights_are_not_loaded(which, tmp_path):

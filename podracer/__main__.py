@@ -1,5 +1,6 @@
 """``podracer COMMAND ...``, the same as ``python -m podracer.COMMAND ...``."""
 
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -35,6 +36,9 @@ def run(argv: Sequence[str]) -> None:
         raise unknown("command", name, COMMANDS)
     else:
         sys.argv[1:] = arguments
+        # As for ``python -m``, so that a user's own environments are found.
+        if not sys.flags.safe_path and os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
         # Only here are JAX and the command imported, and its environment variables set before.
         runpy.run_module(f"podracer.{name}", run_name="__main__", alter_sys=True)
 

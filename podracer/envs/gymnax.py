@@ -23,7 +23,7 @@ import numpy as np
 from flax import struct
 
 from podracer.envs import spaces
-from podracer.errors import ConfigError, check_kwargs, missing_extra, unknown
+from podracer.errors import ConfigError, TransientError, check_kwargs, missing_extra, unknown
 from podracer.types import Array, ArrayTree, Environment, Spec, TimeStep
 
 # Only gymnax's drawing needs these, and they take longer to import than everything else together.
@@ -67,8 +67,8 @@ def make(name: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Env
       params: fields of its parameters that differ from their defaults.
 
     Raises:
-      ConfigError: no such environment, argument or parameter; a space that agents can't act in; or
-        the environment's data can't be downloaded.
+      ConfigError: no such environment, argument or parameter, or a space that agents can't act in.
+      TransientError: the environment's data can't be downloaded at present.
     """
     gymnax = import_gymnax()
     if name not in gymnax.registered_envs:
@@ -80,8 +80,9 @@ def make(name: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Env
             f"gymnax:{name} does not take env_kwargs={dict(kwargs)}: {error}"
         ) from error
     except URLError as error:
-        raise ConfigError(
-            f"gymnax:{name} downloads its data set when it is made, and that failed: {error.reason}"
+        raise TransientError(
+            f"gymnax:{name} downloads its data set when it is made, and that failed: "
+            f"{error.reason}; the same command may work later"
         ) from error
     return adapt(env, f"gymnax:{name}", params)
 

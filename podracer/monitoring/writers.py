@@ -17,7 +17,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2, summary_pb2
 
 from podracer.config import LoggingConfig
-from podracer.errors import ConfigError, missing_extra
+from podracer.errors import ConfigError, TransientError, missing_extra
 from podracer.types import Row
 
 # protobuf defines these classes at run time, which a type checker doesn't see.
@@ -63,7 +63,8 @@ def make_writer(
       warn: shows a warning to the user; called once for each service that fails.
 
     Raises:
-      ConfigError: a package is not installed, or a service does not answer.
+      ConfigError: a package is not installed, or a service can't be used.
+      TransientError: a service that the run has used before can't be used at present.
     """
     writers = []
     if logging.tensorboard:
@@ -180,17 +181,21 @@ def wandb(
       entity: user or team; "" is the user's default.
 
     Raises:
-      ConfigError: the package is not installed, or the service does not answer.
+      ConfigError: the package is not installed, or the service can't be used.
+      TransientError: an earlier start of the run has used the service, and now it can't be used.
     """
     library = _import_wandb()
     id_file = workdir / WANDB_ID
-    if not (first_step and id_file.exists()):
-        id_file.write_text(uuid.uuid4().hex[:8] + "\n", encoding="utf-8")
+    worked_before = id_file.exists()
+    if first_step and worked_before:
+        run_id = id_file.read_text(encoding="utf-8").strip()
+    else:
+        run_id = uuid.uuid4().hex[:8]
     try:
         run = library.init(
             project=project,
             entity=entity or None,
-            id=id_file.read_text(encoding="utf-8").strip(),
+            id=run_id,
             name=workdir.name,
             dir=workdir,
             config=dict(config),
@@ -199,10 +204,13 @@ def wandb(
             settings=library.Settings(console="off"),
         )
     except library.Error as error:
-        raise ConfigError(
-            f"logging.wandb: Weights & Biases cannot be started: {error}; run `wandb login`, or "
-            "set WANDB_MODE=offline to upload the run later"
-        ) from error
+        what = f"logging.wandb: Weights & Biases can't be started: {error}"
+        later = "set WANDB_MODE=offline to upload the run later"
+        # Its errors don't tell a missing permission from an unreachable service.
+        if worked_before:
+            raise TransientError(f"{what}; the same command may work later, or {later}") from error
+        raise ConfigError(f"{what}; run `wandb login`, or {later}") from error
+    id_file.write_text(run_id + "\n", encoding="utf-8")
 
     def write(row: Row) -> None:
         values = {name: x for name, x in row.items() if name != "step"}

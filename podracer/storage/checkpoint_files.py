@@ -9,7 +9,7 @@ import json
 import math
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +28,9 @@ _PREFIX = "train/weights/"
 # Files of a checkpoint that Orbax writes, and that are read and replaced here.
 _PROGRESS_FILE, _SCORE_FILE = "progress/metadata", "metrics/metrics"
 _COMMITTED = "commit_success.txt"
+# Beginnings of names under which earlier commits saved arrays, by the present ones. A new name
+# must sort as the old one does, as the checksum depends on the order.
+_RENAMED = {"rollout/carry/network": "rollout/carry/memory"}
 
 
 class Progress(NamedTuple):
@@ -124,11 +127,26 @@ def read(
       The arrays, of which each process reads what its devices hold, and the progress with the
       checksum as they are in JSON.
     """
-    items = {k: ocp.args.StandardRestore(x) for k, x in _split(shapes).items()}
-    arguments = ocp.args.Composite(**items, **{PROGRESS: ocp.args.JsonRestore()})
     with open_manager(folder, writes=False) as manager:
+        names = _saved_names(manager, step, shapes)
+        items = _split({names[name]: x for name, x in shapes.items()})
+        arguments = ocp.args.Composite(
+            **{k: ocp.args.StandardRestore(x) for k, x in items.items()},
+            **{PROGRESS: ocp.args.JsonRestore()},
+        )
         found = manager.restore(step, args=arguments)
-    return _join(found), dict(found[PROGRESS])
+    arrays = _join(found)
+    return {name: arrays[saved] for name, saved in names.items()}, dict(found[PROGRESS])
+
+
+def _saved_names(manager: ocp.CheckpointManager, step: int, names: Iterable[str]) -> dict[str, str]:
+    """The names of arrays in a checkpoint, by their present ones."""
+    saved = {name: name for name in names}
+    for new, old in _RENAMED.items():
+        renamed = {name: old + name.removeprefix(new) for name in saved if name.startswith(new)}
+        if renamed and not renamed.keys() & (manager.item_metadata(step)[REST] or {}).keys():
+            saved |= renamed
+    return saved
 
 
 def verify(arrays: Mapping[str, Array], progress: Mapping[str, Any]) -> Progress:

@@ -11,7 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from podracer.config import LoggingConfig, default_config
-from podracer.errors import ConfigError
+from podracer.errors import ConfigError, TransientError
 from podracer.monitoring import writers
 
 CONFIG = {"agent": "ppo", "network": {"hidden": [64, 64]}}
@@ -218,7 +218,7 @@ def test_a_resumed_run_is_one_run_at_wandb(tmp_path, monkeypatch):
     assert math.isnan(history[40]["x"])
 
 
-def test_an_unreachable_wandb_is_a_config_error(tmp_path, monkeypatch):
+def test_an_unreachable_wandb_is_final_only_before_it_was_ever_reached(tmp_path, monkeypatch):
     import wandb
     from wandb.errors import CommError
 
@@ -226,5 +226,11 @@ def test_an_unreachable_wandb_is_a_config_error(tmp_path, monkeypatch):
         raise CommError("connection refused")
 
     monkeypatch.setattr(wandb, "init", unreachable)
-    with pytest.raises(ConfigError, match=r"connection refused; .* WANDB_MODE=offline"):
-        writers.wandb(tmp_path, CONFIG, 0, project="probe")
+    message = r"connection refused; .* WANDB_MODE=offline"
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=message):
+            writers.wandb(tmp_path, CONFIG, 0, project="probe")
+    # A run that was preempted must not end for good.
+    (tmp_path / "wandb_run_id").write_text("abcd1234\n")
+    with pytest.raises(TransientError, match=message):
+        writers.wandb(tmp_path, CONFIG, 10, project="probe")

@@ -1,5 +1,6 @@
 """The command ``podracer``, and the names that the package shows."""
 
+import importlib.util
 import json
 import runpy
 import subprocess
@@ -30,6 +31,19 @@ def test_commands_are_the_modules_of_their_names(name, monkeypatch):
         main(monkeypatch, name, "--help", "x")
     assert ended.value.code == ExitCode.DIVERGED
     assert called == [(f"podracer.{name}", "__main__", True, ["--help", "x"])]
+
+
+def test_modules_of_the_current_directory_are_found_as_by_python_m(monkeypatch, tmp_path):
+    """An installed script starts without it on the path, and so without a user's environments."""
+    (tmp_path / "own_environment.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    found = []
+    find = importlib.util.find_spec
+    monkeypatch.setattr(runpy, "run_module", lambda *_, **__: found.append(find("own_environment")))
+    main(monkeypatch, "anakin")
+    assert found[0] is not None
+    assert sys.path[0] == str(tmp_path)
 
 
 def test_the_help_lists_all_commands(monkeypatch, capsys):

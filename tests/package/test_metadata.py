@@ -1,11 +1,16 @@
 """What describes the project: pyproject.toml, CITATION.cff, the files for GitHub."""
 
+import ast
+import importlib.metadata
 import pathlib
 import re
+import sys
 import tomllib
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import podracer
 
@@ -28,6 +33,23 @@ def test_extras_for_accelerators_are_bounded_as_jax_is():
         assert EXTRAS[name] == [f"jax[{name}]{bounds}; sys_platform == 'linux'"]
 
 
+def test_every_package_that_is_imported_is_declared():
+    """One that only comes along with another may be gone with that one's next version."""
+    declared = [*PROJECT["dependencies"], *(x for extra in EXTRAS.values() for x in extra)]
+    names = {canonicalize_name(Requirement(each).name) for each in declared}
+    # Which distributions a module is from; several share a namespace such as google.
+    owners = importlib.metadata.packages_distributions()
+    for path in [*(ROOT / "podracer").rglob("*.py"), *(ROOT / "configs").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                modules = [each.name for each in node.names]
+            else:
+                modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for module in {each.partition(".")[0] for each in modules}:
+                if module not in sys.stdlib_module_names and module not in ("podracer", ""):
+                    assert {canonicalize_name(x) for x in owners[module]} & names, (path, module)
+
+
 def test_extras_that_are_named_exist():
     """In messages, documents and other extras, from the index ("podracer-rl[gcs]") or a clone."""
     used = {
@@ -42,8 +64,16 @@ def test_extras_that_are_named_exist():
 
 
 def test_no_message_installs_the_other_project_of_this_name():
-    for path in (ROOT / "podracer").rglob("*.py"):
-        assert not re.search(r"install '?podracer\b(?!-rl)", path.read_text()), path
+    for path in TEXTS:
+        if path.suffix in (".py", ".md", ".sh", ".ipynb"):
+            assert not re.search(r"install (-\S+ )*['\"]?podracer\b(?!-rl)", path.read_text()), path
+
+
+def test_accelerators_are_installed_by_the_bounded_extras():
+    """``pip install jax[cuda13]`` could install a JAX that podracer does not work with."""
+    for path in TEXTS:
+        if path.suffix in (".py", ".md", ".sh", ".ipynb"):
+            assert not re.search(r"jax\[(cuda|tpu)", path.read_text()), path
 
 
 def test_the_citation_names_this_version():

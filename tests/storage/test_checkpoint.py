@@ -250,7 +250,7 @@ def test_a_device_that_is_full_while_a_checkpoint_is_verified_is_not_damage(tmp_
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes")
 
     monkeypatch.setattr(checkpoint.files, "verify", fail)
-    with pytest.raises(errors.TransientError, match="a checkpoint can't be read: .*memory"):
+    with pytest.raises(errors.TransientError, match=r"a checkpoint can't be read: .*memory"):
         checkpoints(tmp_path).restore(state())
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"1", "2"}
 

@@ -25,7 +25,7 @@ def usage() -> str:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Runs a command line without the program's name; a command ends by ``SystemExit``."""
+    """Runs a command line without the program's name; a command ends with ``SystemExit``."""
     name, *arguments = argv
     if name in ("-h", "--help", "help"):
         print(usage())
@@ -35,7 +35,7 @@ def run(argv: Sequence[str]) -> None:
         raise unknown("command", name, COMMANDS)
     else:
         sys.argv[1:] = arguments
-        # Only here are JAX and the command imported, and its environment variables set before.
+        # JAX is imported here and no earlier: a command first sets JAX's environment variables.
         runpy.run_module(f"podracer.{name}", run_name="__main__", alter_sys=True)
 
 

@@ -35,7 +35,7 @@ def test_an_address_is_read_from_the_environment():
         (Address("host0:70000"), {}, "coordinator='host0:70000' must be HOST:PORT"),
         (Address("a:1", 2), {"JAX_PROCESS_ID": "x"}, "JAX_PROCESS_ID='x' must be a number"),
         (Address("a:1", 0, 0), {}, "num_processes=0 must be at least 1"),
-        (Address("a:1", 2, 2), {}, "process_id=2 must be from 0 to num_processes=2 less 1"),
+        (Address("a:1", 2, 2), {}, "process_id=2 must be from 0 to num_processes - 1"),
         (Address("a:1", None, -1), {}, "process_id=-1 must be from 0"),
     ],
 )

@@ -132,7 +132,7 @@ def run(*arguments):
     [
         (
             [],
-            "--topology is missing; give for example --topology=v5e:4x4, or another one of v2:2x2",
+            "--topology is missing; specify for example --topology=v5e:4x4, or another of v2:2x2",
         ),
         (["--topology=v9:8x8"], "unknown topology 'v9:8x8'; did you mean"),
         (["--topology=moon"], "v3:32x32"),

@@ -67,8 +67,8 @@ def test_restarts_are_counted_over_a_period():
             pool.step(np.zeros(2))
     (note,) = info.value.__notes__
     assert note == (
-        "(the pool was rebuilt 2 times (sebulba.max_restarts) in 100 seconds "
-        "(sebulba.restart_window_s) before)"
+        "(the pool had already been rebuilt 2 times (sebulba.max_restarts) in 100 seconds "
+        "(sebulba.restart_window_s))"
     )
 
 

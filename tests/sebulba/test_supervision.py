@@ -98,7 +98,7 @@ def test_past_the_cap_the_run_stops_at_once_with_name_and_traceback(how):
     with pytest.raises(ActorError, match=r"thread 'actor \d.\d' failed") as info:
         train(config, env)
     assert "Traceback" in str(info.value)
-    assert "(the pool was rebuilt 2 times (sebulba.max_restarts)" in str(info.value)
+    assert "(the pool had already been rebuilt 2 times (sebulba.max_restarts)" in str(info.value)
     what = {
         "raise": "the simulator has crashed",
         "nan": "NaN or infinite",

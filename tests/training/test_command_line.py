@@ -53,7 +53,7 @@ BAD = {
     "option": (["--workdr=x"], "Did you mean: workdir"),
     "environments by devices": (
         ["--config.num_envs=12", "--config.cpu_devices=8"],
-        "num_envs=12 does not divide over 8",
+        "num_envs=12 does not divide evenly over 8",
     ),
     "batch by minibatches": (
         ["--config.num_minibatches=7"],

@@ -305,7 +305,7 @@ STRANGERS = {
         {"args": ["touch", "MARKER"]},
         False,
         "imports the module 'subprocess'",
-        "is no gymnax environment",
+        "is not a gymnax environment",
     ),
     "a module that registers environments": (
         "gymnasium:evil_module:Evil-v0",

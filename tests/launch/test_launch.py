@@ -455,7 +455,7 @@ def test_tpu_vm_chooses_the_runtime_version(cloud):
         (["--source=no/such"], "--source=no/such is neither a folder nor a URL"),
         (["--patience=1h"], "--patience=1h is not a whole number"),
         (["--keep", "--self_delete"], "--keep and --self_delete exclude each other"),
-        (["--accelerator_type=v5e-16"], "known are v2-N, v3-N, v4-N, v5litepod-N, v5p-N and v6e-N"),
+        (["--accelerator_type=v5e-16"], "known: v2-N, v3-N, v4-N, v5litepod-N, v5p-N and v6e-N"),
         (["--accelerator_type=v6e"], "unknown --accelerator_type=v6e;"),
         (["--accelerator_type=tpu7x-8"], "unknown --accelerator_type=tpu7x-8;"),
     ],

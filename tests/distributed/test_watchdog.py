@@ -58,7 +58,7 @@ class Group:
         self.dog._take(found, self.now)
 
     def problem_after(self, seconds: float, *alive: int):
-        """What the watchdog finds later, when these processes have gone on sending heartbeats."""
+        """The problem found after these seconds, in which some processes sent heartbeats."""
         self.now += seconds
         self.send(*alive)
         return self.dog._find_problem(self.now)
@@ -105,7 +105,7 @@ def test_a_process_that_has_failed_is_named(group):
     code, reason = group.problem_after(10, 0)
     assert code == ExitCode.DIVERGED
     assert reason == "process 2 (host2) failed: DivergedError: NaN"
-    # A process that ends by itself may finish that.
+    # A process that is already ending may finish.
     group.dog.announce_end(3, "DivergedError: NaN")
     assert group.problem_after(0, 0) is None
     assert "no process has made progress" in group.problem_after(85, 0)[1]
@@ -202,7 +202,7 @@ def test_progress_that_another_thread_shows_changes_nothing_else(watch):
     assert dog._seen[0].state.exit_code == 3
 
 
-def test_a_failure_of_jax_waits_for_those_that_live(watch):
+def test_a_failure_of_jax_waits_for_heartbeats_of_the_others(watch):
     states = published(1) | published(2)
     dog = watch(states, LIMITS._replace(run_s=0.2))
     waiting = threading.Thread(target=dog.wait_until_others_are_alive, args=("JaxRuntimeError",))

@@ -84,7 +84,7 @@ def test_a_pool_is_not_rebuilt_when_the_run_stops():
     pool = make_pool([OSError("crashed")], supervisor, LastPool)
     with pytest.raises(Stopped):
         pool.step(np.zeros(2))
-    # Of the crash alone.
+    # Only the crash is reported.
     assert len(warnings) == 1
     assert pool.restarts == 1
 

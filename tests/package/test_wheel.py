@@ -1,4 +1,4 @@
-"""A wheel, built and installed into an environment of its own: what a user gets from the index."""
+"""A wheel, built and installed into an environment of its own: what a user installs."""
 
 import os
 import pathlib

@@ -31,7 +31,7 @@ OPTIONS: dict[str, Flag] = {
     for name, (define, text) in {
         "workdir": (flags.DEFINE_string, "Folder or gs://...; default: runs/NAME_OF_THE_CONFIG"),
         "restart": (flags.DEFINE_bool, "Start over; an existing run in the workdir is moved aside"),
-        "init_from": (flags.DEFINE_string, "Workdir of another run whose last weights to start from"),
+        "init_from": (flags.DEFINE_string, "Start from the last weights of this workdir's run"),
         "quiet": (flags.DEFINE_bool, "Print nothing but errors"),
         "verbose": (flags.DEFINE_bool, "Show all values of each row of metrics"),
         "coordinator": (flags.DEFINE_string, "HOST:PORT of process 0, if JAX detects no cluster"),

@@ -35,7 +35,7 @@ def run(argv: Sequence[str]) -> None:
         raise unknown("command", name, COMMANDS)
     else:
         sys.argv[1:] = arguments
-        # JAX is imported here and no earlier: a command first sets JAX's environment variables.
+        # Imported only here, so that a command can set environment variables before JAX starts.
         runpy.run_module(f"podracer.{name}", run_name="__main__", alter_sys=True)
 
 

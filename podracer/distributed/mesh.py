@@ -82,7 +82,7 @@ def _enable_compilation_cache() -> None:
 
 
 class Split(NamedTuple):
-    """The devices of a host by role; the same device may have both.
+    """The devices of a host by role; the same device may have both roles.
 
     Attributes:
       actors: devices that act in environments.

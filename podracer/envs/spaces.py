@@ -45,7 +45,7 @@ def to_box(action: Array, box: Box) -> Array:
     """Scales an agent's action to the environment's units.
 
     For an agent, [-1, 1] spans a bounded dimension, and numbers outside are clipped. A dimension
-    with fewer than two bounds is not scaled, and clipped at its one bound if it has one.
+    with fewer than two bounds is not scaled, only clipped at its bound if it has one.
 
     Args:
       action: ``[..., *box.shape]``, any real number.

@@ -97,7 +97,7 @@ def _torso(spec: Spec, config: NetworkConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
 
 
 class Branch(nnx.Module):
-    """Observations ``[T, B, ...]`` -> features ``[T, B, out_size]``: a torso, then any core."""
+    """Observations ``[T, B, ...]`` -> features ``[T, B, out_size]``: a torso, then the core."""
 
     def __init__(self, spec: Spec, config: NetworkConfig, *, rngs: nnx.Rngs):
         self.dtype = DTYPES[config.dtype]

@@ -215,9 +215,9 @@ def open_manager(
 ) -> ocp.CheckpointManager:
     """Orbax's manager of a folder of checkpoints.
 
-    Orbax synchronises processes that are named through JAX's coordinator instead of a collective
-    over all devices. On CPUs, such a collective may still be running on some devices when the next
-    one begins on others.
+    If processes are named, Orbax synchronises them through JAX's coordinator instead of with a
+    collective over all devices. On CPUs, such a collective may still be running on some devices
+    when the next one begins on others.
 
     Args:
       folder: folder of the checkpoints; must exist.

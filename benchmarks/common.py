@@ -1,4 +1,4 @@
-"""What the benchmarks share."""
+"""Functions that the benchmarks share."""
 
 import argparse
 import importlib.util

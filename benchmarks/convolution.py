@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--torso", choices=SHAPES, default="nature")
+    parser.add_argument("--torso", choices=SHAPES, default="nature", help="torso to measure")
     parser.add_argument("--batch", type=int, default=32, help="images per gradient step")
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of each variant")
     args = parser.parse_args(argv)

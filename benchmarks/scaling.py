@@ -48,7 +48,7 @@ Line = dict[str, Any]
 
 
 def ways(config: Any, batch: int) -> dict[str, dict[str, Any]]:
-    """The scaling rules for a batch size: the settings that change beside ``num_envs``, by name.
+    """The scaling rules for a batch size: the settings that change besides ``num_envs``, by name.
 
     Learning rate rules compare the transitions per gradient step with those of the unchanged
     config. For batches smaller than the config's own there are only these rules.
@@ -145,7 +145,7 @@ def measure(args: argparse.Namespace) -> None:
             print(line, flush=True)
 
 
-# The mean over seeds and half its interval's width (None for a single seed), by way and batch.
+# The mean over seeds and half its interval's width (None for a single seed), by rule and batch.
 Cells = dict[str, dict[int, tuple[float, float | None]]]
 
 

@@ -55,7 +55,7 @@ def ceiling(setup: SebulbaSetup, pools: list[Pool], seconds: float) -> tuple[flo
     """Steps all pools under random actions, each in a thread of its own.
 
     Args:
-      setup: of the run that the pools belong to.
+      setup: setup of the run that the pools belong to.
       pools: environment pools that have been reset.
       seconds: how long to step them.
 

@@ -8,9 +8,10 @@ stacked; games of at most 27,000 steps (half an hour). Unlike Machado et al., lo
 episode for the agent (``episodic_life``), FIRE starts the ball (``use_fire_reset``), and rewards
 are clipped to their sign. Returns are those of whole games.
 
-Result: with seed 0 the training return rises from 1.5 over 24 at half of the steps to 40; the
-final, greedy evaluation is 51.8. Hardware: 2 cores of an AMD EPYC, 33 minutes (2.5 K steps/s). The
-learning rate has reached 0 by then: to train longer, resume with a larger ``total_steps``.
+Result: with seed 0 the training return rises from 1.5 to 24 at half of the steps and 40 at the
+end; the final, greedy evaluation is 51.8. Hardware: 2 cores of an AMD EPYC, 33 minutes (2.5 K
+steps/s). The learning rate has reached 0 by then: to train longer, resume with a larger
+``total_steps``.
 """
 
 import ml_collections

@@ -3,7 +3,7 @@
     python -m podracer.anakin --config=configs/memory_chain.py
 
 Result: a final evaluation of 1.0, the maximum. With ``--config.network.core=none`` it stays near 0,
-which is the return of guessing. Hardware: 2 CPU cores, under 30 seconds in all.
+which is the return of guessing. Hardware: 2 CPU cores, under 30 seconds in total.
 """
 
 import ml_collections

@@ -2,7 +2,7 @@
 
     python -m podracer.anakin --config=configs/pendulum.py
 
-Result: a final evaluation of about -150. Hardware: 2 CPU cores, about a minute in all.
+Result: a final evaluation of about -150. Hardware: 2 CPU cores, about a minute in total.
 """
 
 import ml_collections

@@ -7,11 +7,11 @@ the start; no sticky actions (``repeat_action_probability`` 0); the game's own m
 actions; no episodes per life (Pong has no lives); rewards clipped to their sign; games of at most
 27,000 steps (half an hour). Returns are those of whole games.
 
-Result: with seed 0 the training return rises from -20.3 over -11.6 at half of the steps to -1.8, of
--21 to 21; the final, greedy evaluation is 0.3 (docs/pong.svg). Hardware: 2 cores of an AMD EPYC, 56
-minutes (2.4 K steps/s). The learning rate has reached 0 by then: to train longer, resume with a
-larger ``total_steps``. The number of gradient steps matters most: the Nature CNN with 2 minibatches
-of 1,024 steps had learned nothing after 3.1 M steps.
+Result: with seed 0 the training return (from -21 to 21) rises from -20.3 to -11.6 at half of the
+steps and -1.8 at the end; the final, greedy evaluation is 0.3 (docs/pong.svg). Hardware: 2 cores
+of an AMD EPYC, 56 minutes (2.4 K steps/s). The learning rate has reached 0 by then: to train
+longer, resume with a larger ``total_steps``. The number of gradient steps matters most: the Nature
+CNN with 2 minibatches of 1,024 steps had learned nothing after 3.1 M steps.
 """
 
 import ml_collections

@@ -26,8 +26,8 @@ The slice:
   --keep                   do not delete the slice at the end; it is billed until it is deleted
 
 The program:
-  --source=SOURCE          what to train with: the folder of a git repository, whose tracked files are
-                           uploaded including uncommitted changes; or URL or URL#REF of a git
+  --source=SOURCE          the code to train with: the folder of a git repository, whose tracked files
+                           are uploaded including uncommitted changes; or URL or URL#REF of a git
                            repository. Default: this repository
   --install=COMMAND        command that installs it, run in its folder; default: a Python 3.12
                            environment in .venv with '.[tpu,gcs,sebulba]'
@@ -42,7 +42,7 @@ Limits:
                            slice, a failed trainer); it doubles each time up to 600; default: 30
   --retry_for=SECONDS      how long a failing deletion, upload or download is retried; default: 600
   --patience=SECONDS       how long an active slice may take to write to the bucket; default: 1800
-  --report_timeout=SECONDS how long workers wait for the exit codes of the others, more than the
+  --report_timeout=SECONDS how long workers wait for the exit codes of the others; must exceed the
                            trainer's hosts.start_timeout_s; default: 1200
   --poll=SECONDS           interval between requests for the state of the slice; default: 15
 
@@ -108,7 +108,7 @@ case $type in
   v5p) default_version=v2-alpha-tpuv5 ;;
   v6e) default_version=v2-alpha-tpuv6e ;;
   *)
-    [[ -n $runtime_version ]] || reject "unknown --accelerator_type=$accelerator_type; known are v2-N, \
+    [[ -n $runtime_version ]] || reject "unknown --accelerator_type=$accelerator_type; known: v2-N, \
 v3-N, v4-N, v5litepod-N, v5p-N and v6e-N; any other needs --runtime_version as well"
     ;;
 esac
@@ -236,7 +236,7 @@ stop_logs() {
   logs=''
 }
 
-watch() { # returns when the command has ended, which sets code, or the slice has, which sets now
+watch() { # returns when the command has ended (sets code) or the slice has ended (sets now)
   local last='' deadline=0
   while true; do
     now=$(state) || now=$last # a failed request says nothing about the slice
@@ -283,7 +283,7 @@ for ((slice = 0; ; slice++)); do
     NOT_FOUND) ours=false && say "error: $name was deleted by somebody else" && exit 1 ;;
     *) say "error: $name could not be created" ;;
   esac
-  # A first request that fails is a mistake in it, or a missing quota; later ones lack only capacity.
+  # A first request fails because it is wrong or quota is missing, later ones only lack capacity.
   $has_run || [[ $now == SUSPENDED ]] || exit 1
   ! $ours || delete || exit 1
   [[ $now == SUSPENDED ]] || pause $((failures++))

@@ -86,8 +86,8 @@ gather() { # FOLDER: sets codes
   done
 }
 
-# Also when this script fails, but not when the worker shuts down: then a preempted slice is no longer
-# billed, and a rebooted one resumes.
+# Runs even if this script fails, but not if the worker shuts down: a preempted slice is no longer
+# billed then, and a rebooted one resumes.
 # shellcheck disable=SC2329 # called by trap
 delete_slice() {
   if $self_delete && ! $stopping && ((worker == 0)); then
@@ -110,7 +110,7 @@ for ((attempt = 0, crashes = 0; ; attempt++)); do
     ! retry upload "$(date -u)" "$folder/worker-$worker.started" || train
     echo "worker $worker, attempt $attempt: exit code $code"
   fi
-  post "$folder" "$code" || true # the others will take this worker for crashed
+  post "$folder" "$code" || true # otherwise the others will consider this worker crashed
   gather "$folder"
   delay=''
   if final=$(grep -m1 -xE '2|3|7|130' <<<"$codes"); then
@@ -122,6 +122,6 @@ for ((attempt = 0, crashes = 0; ; attempt++)); do
     break # done
   fi
 done
-# Without this code the launcher would wait for ever, so only --self_delete gives up.
+# Without this code the launcher would wait forever, so only --self_delete gives up.
 until post "$launch" "$final" || $self_delete; do :; done
 ! $self_delete || gather "$launch" # so that the other workers have uploaded their logs

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from podracer.training.loop import Result
 
 __all__ = ["anakin", "config", "evaluate", "sebulba", "train"]
-# The only place of the version: pyproject.toml reads it here.
+# The version is defined here only; pyproject.toml reads it.
 __version__ = "0.1.0"
 _MODULES = ("anakin", "config", "evaluate", "sebulba")
 
@@ -44,7 +44,7 @@ def train(
 ) -> "Result":
     """Trains an agent in an environment.
 
-    Environments written in JAX are trained in by Anakin, host (CPU) environments by Sebulba::
+    Anakin trains in environments written in JAX, Sebulba in host (CPU) environments::
 
         result = podracer.train("gymnax:CartPole-v1", total_steps=500_000, ppo={"clip": 0.1})
         action = result.policy(observation)

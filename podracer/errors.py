@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
-# The name to give to pip: "podracer" there is a podcast library.
+# The name for pip: on the package index, "podracer" is a podcast library.
 DISTRIBUTION = "podracer-rl"
 
 
@@ -81,10 +81,10 @@ class TransientError(RuntimeError):
 
 
 class PreemptedError(BaseException):
-    """The system asked the run to end by SIGTERM.
+    """The system asked the run to end, with SIGTERM.
 
     Like ``KeyboardInterrupt`` it is not an ``Exception``: code that retries after a failure must
-    not take it for one.
+    not treat it as one.
     """
 
     code: ClassVar[ExitCode] = ExitCode.PREEMPTED
@@ -151,10 +151,10 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> ConfigError:
     Args:
       kind: what was looked up, as a reader would call it ("agent", "config key").
       name: the name that was not found.
-      known: every name that would have been.
+      known: all names that exist.
     """
     known = sorted(known)
     near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.5)
     if near:
         return ConfigError(f"unknown {kind} {name!r}; did you mean {' or '.join(near)}?")
-    return ConfigError(f"unknown {kind} {name!r}; known are {', '.join(known)}")
+    return ConfigError(f"unknown {kind} {name!r}; known: {', '.join(known)}")

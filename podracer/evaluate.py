@@ -24,15 +24,15 @@ FLAGS: dict[str, command_line.Flag] = {
     "greedy": (
         flags.DEFINE_bool,
         None,
-        "Take the most probable action, or a sampled one; default: as in the run",
+        "Take the most probable actions; --nogreedy samples them. Default: as in the run",
     ),
     "seed": (flags.DEFINE_integer, None, "Seed of the episodes; default: the member's"),
-    "gif": (flags.DEFINE_string, None, "File to draw an episode into"),
-    "gif_frames": (flags.DEFINE_integer, GIF_FRAMES, "Limit of frames in that file"),
+    "gif": (flags.DEFINE_string, None, "GIF file to write an episode to"),
+    "gif_frames": (flags.DEFINE_integer, GIF_FRAMES, "Maximum number of frames in that file"),
     "allow_env": (
         flags.DEFINE_string,
         None,
-        "The run's environment, to permit it to import a module or to use files by name",
+        "The run's environment id: permits it to import the module or use the files it names",
     ),
     "json": (flags.DEFINE_bool, False, "Print a JSON object"),
 }

@@ -1,6 +1,6 @@
 """Shows a run: ``python -m podracer.look WORKDIR [--out=FILE.svg] [--width=N] [--verbose]``.
 
-Prints the live view as of the newest row of metrics, and with ``--out`` writes it to an SVG file.
+Prints the dashboard as of the newest row of metrics; with ``--out`` also writes it to an SVG file.
 """
 
 import argparse
@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m podracer.look", description="Shows the progress of a run."
     )
     parser.add_argument("workdir", help="workdir of the run")
-    parser.add_argument("--out", type=pathlib.Path, help="SVG file to write the view to")
+    parser.add_argument("--out", type=pathlib.Path, help="SVG file to write the dashboard to")
     parser.add_argument("--width", type=int, help="width in characters; default: the terminal's")
     parser.add_argument("--verbose", action="store_true", help="show all values of the newest row")
     args = parser.parse_args(argv)

@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs", nargs="+", metavar="WORKDIR", help="workdir of a run")
-    parser.add_argument("--out", default="curves", help="writes OUT.png and OUT.svg")
+    parser.add_argument("--out", default="curves", help="path of the figure, without suffix")
     parser.add_argument(
         "--metric",
         default=figures.RETURN,
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=int,
         default=1,
         metavar="ROWS",
-        help="length of a moving average over rows; default: 1, none",
+        help="length of a moving average over rows; default: 1, no averaging",
     )
     args = parser.parse_args(argv)
     return run_command(lambda: figures.plot_runs(**vars(args)))

@@ -48,7 +48,7 @@ class Trajectory(struct.PyTreeNode):
     """T transitions of B environments, as the learner receives them.
 
     Attributes:
-      timestep: ``[T+1, B, ...]``; the last one serves to bootstrap.
+      timestep: ``[T+1, B, ...]``; the last one is used to bootstrap.
       action: ``[T, B, ...]``.
       extras: ``[T, B, ...]``, further outputs of ``Agent.act`` (behaviour log-probabilities, ...).
       carry: ``[B, ...]``, the agent's carry before t = 0.
@@ -143,9 +143,9 @@ class HostStep(NamedTuple):
       timestep: its observation is encoded for the transfer to the device, see ``HostEnvironment``.
         Every step returns new arrays and never writes to them again, so that a device may use them
         without a copy.
-      raw_reward: float32, the reward before any clipping: what returns are reported in.
-      game_over: bool, a whole game ends here, and its return with it. A lost life that is shown to
-        the agent as the end of an episode does not end the game.
+      raw_reward: float32, the reward before any clipping. Reported returns are sums of it.
+      game_over: bool, whether a whole game ends with this step. A lost life that the agent sees as
+        the end of an episode does not end the game.
     """
 
     timestep: TimeStep
@@ -184,7 +184,7 @@ class HostEnvironment(NamedTuple):
     Attributes:
       spec: observation and action spaces, as agents see them.
       make_pool: ``(seeds, threads) -> Pool`` with one environment per seed. ``threads`` is the
-        number of threads that step them, for pools that have threads.
+        number of threads that step them; pools without threads ignore it.
       transfer_spec: shape and dtype of one observation as it is transferred from host to device.
       decode_observation: ``(transferred [B, ...], previous observation [B, ...]) -> observation
         [B, ...]``, on the device.
@@ -203,7 +203,7 @@ class HostEnvironment(NamedTuple):
 
 
 class LossAux(NamedTuple):
-    """What a loss returns beside its value.
+    """What a loss returns in addition to its value.
 
     Attributes:
       metrics: scalars by name; averaged over devices and gradient steps.
@@ -240,7 +240,7 @@ class Agent(NamedTuple):
     Attributes:
       init: ``(key) -> Weights``.
       carry: ``(env_ids [B]) -> Carry``, the carry before the first step. Ids are global, so that
-        what differs between environments (such as exploration) is the same on any device.
+        differences between environments (such as exploration) do not depend on the devices.
       act: see ``Act``.
       prepare: ``(train_state, trajectory) -> (batch, stats)``, called once per rollout. The learner
         shuffles and splits the leading axis of ``batch``; ``stats`` are the statistics to act with

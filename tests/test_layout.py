@@ -1,4 +1,4 @@
-"""The structure: imports go down only, rooms are few, and files and functions stay readable."""
+"""The structure: imports go down only, packages are few, and files and functions stay readable."""
 
 import ast
 import pathlib
@@ -6,8 +6,8 @@ import pathlib
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent / "podracer"
-# From the bottom up. A module imports from lower floors and from its own room.
-FLOORS = [
+# From the bottom up. A module imports from lower layers and from its own package.
+LAYERS = [
     ["errors"],
     ["types"],
     ["xla_cpu", "distributed", "envs"],
@@ -20,19 +20,19 @@ FLOORS = [
     ["anakin", "sebulba"],
     ["plan"],
 ]
-# Thin: flags, or one call, which the rooms below answer.
+# Thin: only flags, or one call into the packages below.
 COMMANDS = ["__main__", "evaluate", "look", "plot"]
-FLOOR = {room: number for number, rooms in enumerate([*FLOORS, COMMANDS]) for room in rooms}
-MOST_ROOMS, MOST_ARROWS, MOST_COMMAND_LINES = 16, 100, 60
+LAYER = {name: number for number, names in enumerate([*LAYERS, COMMANDS]) for name in names}
+MOST_PACKAGES, MOST_DEPENDENCIES, MOST_COMMAND_LINES = 16, 100, 60
 FILES = sorted(ROOT.rglob("*.py"))
 
 
-def room(path: pathlib.Path) -> str:
+def package(path: pathlib.Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
-def imported_rooms(path: pathlib.Path) -> set[str]:
-    rooms = set()
+def imported_packages(path: pathlib.Path) -> set[str]:
+    packages = set()
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
         if isinstance(node, ast.Import):
@@ -40,34 +40,34 @@ def imported_rooms(path: pathlib.Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports relatively, which this test does not read"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-        rooms |= {name.split(".")[1] for name in names if name.startswith("podracer.")}
-    return rooms
+        packages |= {name.split(".")[1] for name in names if name.startswith("podracer.")}
+    return packages
 
 
-def test_every_room_has_a_floor():
-    assert {room(path) for path in FILES} - {"__init__"} == set(FLOOR)
+def test_every_package_has_a_layer():
+    assert {package(path) for path in FILES} - {"__init__"} == set(LAYER)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_go_down_only(path):
     if path == ROOT / "__init__.py":
         return
-    here = room(path)
-    for other in imported_rooms(path) - {here}:
-        assert FLOOR[other] < FLOOR[here], f"{here} imports {other}"
+    here = package(path)
+    for other in imported_packages(path) - {here}:
+        assert LAYER[other] < LAYER[here], f"{here} imports {other}"
 
 
-def test_rooms_and_arrows_between_them_are_few():
-    assert sum(map(len, FLOORS)) <= MOST_ROOMS
+def test_packages_and_dependencies_between_them_are_few():
+    assert sum(map(len, LAYERS)) <= MOST_PACKAGES
     folders = (ROOT, ROOT.parent / "benchmarks", ROOT.parent / "configs")
-    arrows = {
-        (room(path) if folder == ROOT else folder.name, other)
+    dependencies = {
+        (package(path) if folder == ROOT else folder.name, other)
         for folder in folders
         for path in folder.rglob("*.py")
-        for other in imported_rooms(path)
+        for other in imported_packages(path)
     }
-    arrows = {(here, other) for here, other in arrows if here != other}
-    assert len(arrows) < MOST_ARROWS, sorted(arrows)
+    dependencies = {(here, other) for here, other in dependencies if here != other}
+    assert len(dependencies) < MOST_DEPENDENCIES, sorted(dependencies)
 
 
 def test_commands_are_thin():
@@ -77,7 +77,7 @@ def test_commands_are_thin():
 
 def test_agents_know_neither_environments_nor_devices_nor_logging():
     for path in (ROOT / "agents").glob("*.py"):
-        assert imported_rooms(path) <= {"agents", "types", "nets", "errors"}
+        assert imported_packages(path) <= {"agents", "types", "nets", "errors"}
 
 
 COLLECTIVES = {

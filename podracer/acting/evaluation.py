@@ -30,7 +30,7 @@ class EvaluationState(struct.PyTreeNode):
 
 
 def begin(env: Environment, agent: Agent, key: Array, ids: Array) -> EvaluationState:
-    """The first observations of environments ``ids [B]``."""
+    """Begins an episode in each of the environments ``ids [B]``."""
     zeros = jnp.zeros(ids.shape)
     nothing = Episodes(zeros, zeros, jnp.zeros(ids.shape, bool))
     rollout = unroll.reset(env, agent, jax.random.fold_in(key, 0), ids)

@@ -18,7 +18,7 @@ from podracer.types import Agent, Array, HostEnvironment, Pool, TimeStep, Weight
 def pool_seeds(
     config: Config, env_ids: np.ndarray, generation: int, update: int = 0, num_hosts: int = 1
 ) -> list[int]:
-    """Seeds of host environments, of which no two within a run are the same.
+    """Seeds of host environments; no two within a run are the same.
 
     The seeds of a run are consecutive numbers from a start that depends on the run's own seed and
     on the update at which it was started or resumed. Neighbouring run seeds therefore share none,
@@ -26,10 +26,10 @@ def pool_seeds(
     starts, whose probability is the number of seeds over 2^31).
 
     Args:
-      config: of the run.
+      config: the run's configuration.
       env_ids: global numbers of the environments; those of evaluation follow those of training.
       generation: how often the pool has been rebuilt.
-      update: the update at which this start of the run began.
+      update: the update at which the run was started or resumed.
       num_hosts: hosts that evaluate, each of which may round its share of the episodes up.
     """
     total = config.num_envs + config.evaluation.episodes + num_hosts - 1
@@ -49,7 +49,7 @@ def make_host_evaluation(
     Args:
       env: the environment.
       agent: the agent that acts.
-      config: of the run.
+      config: the run's configuration.
       episode_ids: the episodes to play here; None plays all.
       num_hosts: hosts that share the episodes.
     """
@@ -64,7 +64,7 @@ class HostEvaluation:
     """Plays one episode in each environment of a pool.
 
     The pool is built when it is first needed, and kept. A pool that fails is not rebuilt: unlike
-    training, an evaluation can't cut the lost steps out.
+    training, an evaluation can't leave out the lost steps.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class HostEvaluation:
         """Plays the episodes.
 
         Args:
-          weights: on the device to act on.
-          key: of the evaluation, on that device.
-          beat: called with what is done next before each step; it may raise.
+          weights: the weights, on the device that computes the actions.
+          key: random key of the evaluation, on that device.
+          beat: called before each step with a description of it; it may raise.
         """
         beat("building its pool")
         self._pool = self._pool or self._make_pool()

@@ -29,12 +29,12 @@ from podracer.types import (
 
 
 class ActorState(struct.PyTreeNode):
-    """What a device knows of B host environments between two unrolls; ``[B, ...]`` each.
+    """The state of B host environments on a device, between two unrolls; ``[B, ...]`` each.
 
     Attributes:
       env_id: the environments' global numbers.
       timestep: the last arrival, decoded.
-      carry: the agent's carry: its recurrent state.
+      carry: the agent's carry (its recurrent state).
     """
 
     env_id: Array
@@ -135,8 +135,8 @@ def make_host_unroll(
     Args:
       env: the environment, which decodes observations.
       agent: the agent that acts.
-      length: T.
-      num_learners: learner devices to split the batch for.
+      length: number of steps (T).
+      num_learners: number of learner devices that the batch is split for.
     """
 
     def begin(weights: Weights, state: ActorState, key: Array) -> tuple[UnrollState, Array]:

@@ -25,13 +25,13 @@ def _check_weights(agent: Agent, weights: Weights) -> None:
     """Raises ``ValueError`` if the weights have other shapes than the agent's."""
     expected = jax.eval_shape(agent.init, jax.random.key(0))
     if jax.tree.structure(weights) != jax.tree.structure(expected):
-        raise ValueError("the weights are of another agent or network: their structure differs")
+        raise ValueError("the weights belong to another agent or network: their structure differs")
     pairs = zip(jax.tree.leaves_with_path(weights), jax.tree.leaves(expected), strict=True)
     for (path, x), other in pairs:
         if np.shape(x) != other.shape:
             raise ValueError(
                 f"the weights{jax.tree_util.keystr(path)} have shape {np.shape(x)}, the agent's "
-                f"{other.shape}; of a run with num_seeds > 1, pass one agent's: "
+                f"{other.shape}; for a run with num_seeds > 1, pass one agent's: "
                 "jax.tree.map(lambda x: x[i], weights)"
             )
 
@@ -60,8 +60,8 @@ class Policy:
             observation, _, terminated, truncated, _ = env.step(policy(observation))
             done = terminated or truncated
 
-    It acts on this process' first device. One policy plays one episode at a time: several threads
-    need one each.
+    It computes actions on this process' first device. One policy plays one episode at a time, so
+    several threads need one each.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class Policy:
 
         Args:
           agent: the agent that acts.
-          weights: of the agent; of a run with num_seeds > 1, those of one of its agents.
-          env: its conversions of observations and actions are used; it is not stepped.
-          greedy: take the most probable action, else sample.
-          seed: of sampled actions.
+          weights: the agent's weights; for a run with num_seeds > 1, those of one of its agents.
+          env: the environment, which converts observations and actions but is not stepped.
+          greedy: take the most probable action; if false, sample actions.
+          seed: seed of sampled actions.
 
         Raises:
           ValueError: the weights are not the agent's.
@@ -115,7 +115,7 @@ class Policy:
         """Chooses the next action.
 
         Args:
-          observation: as the environment itself returns it, a number or an array.
+          observation: a number or an array, as the environment itself returns it.
 
         Returns:
           An ``int`` for a Discrete action space, a float32 numpy array of the space's shape for a

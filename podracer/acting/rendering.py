@@ -31,7 +31,7 @@ SIDE = 320
 # How long a frame is shown; GIFs count in hundredths of a second.
 MILLISECONDS = 40
 COLORS = 128
-# Frames of an episode that its palette is taken from.
+# Number of frames that the palette of an animation is computed from.
 SAMPLES = 16
 
 
@@ -50,7 +50,7 @@ class FrameRecorder:
         self._limit, self._stride, self._steps = limit, 1, 0
 
     def record(self, draw: Callable[[], np.ndarray]) -> None:
-        """Records the next step; ``draw`` gives ``[H, W, 3]`` and is called if it is shown."""
+        """Records a step; ``draw`` returns ``[H, W, 3]`` and is called only if the step is kept."""
         if len(self.frames) == self._limit and self._steps % self._stride == 0:
             self.frames = self.frames[::2]
             self._stride *= 2
@@ -102,9 +102,9 @@ def record_episode(
       env: an environment that passes ``check``.
       agent: the agent that acts.
       config: the cap on the episode's length, and whether actions are greedy.
-      weights: of the agent.
-      key: of the evaluation.
-      recorder: takes the frames.
+      weights: the agent's weights.
+      key: random key of the evaluation.
+      recorder: receives the frames.
     """
     render = env.render
     assert render is not None

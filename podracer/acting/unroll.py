@@ -26,7 +26,7 @@ class RolloutState(struct.PyTreeNode):
       env_id: the environments' *global* numbers, over all devices of all processes.
       env_state: the environments' states.
       timestep: the last arrival.
-      carry: the agent's carry: its recurrent state.
+      carry: the agent's carry (its recurrent state).
       episode: sums over the running episodes.
     """
 
@@ -95,10 +95,10 @@ def unroll(
     Args:
       env: a single environment, which is vmapped here.
       agent: the agent that acts.
-      weights: of the agent.
-      state: of the environments and the agent at the start.
-      key: of this unroll, the same on all devices.
-      length: T.
+      weights: the agent's weights.
+      state: the state of the environments and the agent at the start.
+      key: random key of this unroll, the same on all devices.
+      length: number of steps (T).
 
     Returns:
       The state after the unroll, the trajectory, and sums over the episodes that ended in it.

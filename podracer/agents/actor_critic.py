@@ -114,13 +114,13 @@ def preprocess(
     """Normalises a trajectory, and updates the statistics.
 
     Observations are normalised by the statistics of the weights: without lag, these are the
-    statistics that were acted with, so that importance ratios are 1 at the first gradient step.
+    statistics that the actor used, so that importance ratios are 1 at the first gradient step.
     Rewards are normalised by statistics that include this batch.
 
     Args:
-      weights: whose statistics normalise.
-      trajectory: as it was collected.
-      discount: gamma.
+      weights: the weights whose statistics normalise the observations.
+      trajectory: the trajectory as it was collected.
+      discount: discount factor (gamma).
       all_mean: the mean of a tree over devices.
 
     Returns:

@@ -30,11 +30,11 @@ def update(moments: Moments, batch: Array, all_mean: Mean) -> Moments:
     """Merges the batches of all devices into the moments.
 
     The pairwise update of Chan, Golub and LeVeque (1979). The batch's own mean is computed first,
-    then the deviations from it, so that nothing cancels where the mean is large against the
+    then the deviations from it, which avoids cancellation where the mean is much larger than the
     deviation.
 
     Args:
-      moments: of the batches before.
+      moments: moments of the previous batches.
       batch: ``[..., *shape]``, this device's batch, of the same size on every device.
       all_mean: the mean of a tree over devices.
     """

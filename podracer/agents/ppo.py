@@ -27,7 +27,7 @@ ADVANTAGE_NORMALIZATIONS = ("batch", "minibatch", "none")
 
 @dataclasses.dataclass(frozen=True)
 class PPOConfig:
-    """Settings of PPO beside those of every actor-critic.
+    """Settings of PPO, in addition to those of every actor-critic.
 
     Attributes:
       gae_lambda: lambda of generalised advantage estimation, in [0, 1].
@@ -81,7 +81,7 @@ def _normalize(advantage: Array, valid: Array, all_mean: Mean) -> Array:
     share, mean = all_mean((valid.mean(), (valid * advantage).mean()))
     share = jnp.maximum(share, 1e-8)
     mean = mean / share
-    # In a second pass, so that nothing cancels where the mean is large against the deviation.
+    # A second pass avoids cancellation where the mean is much larger than the deviation.
     variance = all_mean((valid * (advantage - mean) ** 2).mean()) / share
     return (advantage - mean) / (jnp.sqrt(variance) + 1e-8)
 
@@ -162,8 +162,8 @@ def make(
             advantage = _normalize(advantage, target.valid, all_mean)
         log_ratio = log_prob - sample.log_prob
         policy_loss = _surrogate(log_ratio, target.valid * advantage, config.clip)
-        # Means over all entries with the invalid ones at zero, not over the valid ones: so the
-        # mean of devices' means is the mean over all, whatever their shares of valid entries.
+        # Means over all entries with the invalid ones at zero, not over the valid ones: the
+        # mean of devices' means is then the mean over all, whatever their shares of valid entries.
         means = {"policy": policy_loss} | {
             name: (target.valid * x).mean()
             for name, x in {

@@ -35,7 +35,7 @@ class Targets(NamedTuple):
     """The targets of a policy-gradient agent; every field is ``[T, B]`` float32.
 
     Attributes:
-      advantage: of the action taken, 0 where invalid.
+      advantage: advantage of the action taken, 0 where invalid.
       value: the target of the value function; the current value itself where invalid.
       valid: 1 where the transition is valid, else 0.
     """

@@ -24,7 +24,7 @@ from podracer.types import (
 
 @dataclasses.dataclass(frozen=True)
 class VTraceConfig:
-    """Settings of V-trace beside those of every actor-critic.
+    """Settings of V-trace, in addition to those of every actor-critic.
 
     Attributes:
       lambda_: factor of the traces, in [0, 1]; 1 in the paper.

@@ -1,4 +1,4 @@
-"""Trains by Anakin: from a configuration to weights, metrics and a workdir."""
+"""Trains with Anakin: from a configuration to weights, metrics and a workdir."""
 
 from functools import partial
 from typing import Any, NamedTuple, Unpack
@@ -76,7 +76,7 @@ def prepare(config: Config, joined: Processes | None = None) -> AnakinProgram:
     writers.check(config.logging)
     # Hosts may have different numbers of cores, but must have the same number of devices.
     default = joined.broadcast(lambda: config_lib.auto_cpu_devices(config, joined.count))
-    # Before the environment, whose constructor may use JAX, which fixes the number of devices.
+    # This precedes the environment: its constructor may use JAX, which fixes the number of devices.
     devices = mesh_lib.initialize_devices(
         config.cpu_devices or default, required=config.cpu_devices > 0
     )

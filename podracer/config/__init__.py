@@ -1,7 +1,7 @@
 """A run's configuration: every setting, and the sizes that follow from them.
 
 A config file starts from ``default_config()`` and changes it; ``parse`` turns the result into a
-frozen ``Config``, and ``sizes`` derives every number that follows. Nothing is written back.
+frozen ``Config``, and ``sizes`` derives every number that follows. Neither changes its argument.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class EvaluationConfig:
       every: number of updates between two evaluations, rounded up to whole calls (see
         ``Config.updates_per_call``); 0 evaluates only at the end.
       episodes: number of whole episodes of each evaluation.
-      max_steps: the longest episode, in steps. A longer one counts with its return up to there.
+      max_steps: the longest episode, in steps. A longer one counts with its return up to that step.
       greedy: take the most probable action; if false, sample actions from the policy.
     """
 
@@ -107,7 +107,7 @@ class SebulbaConfig:
       pool_threads: number of threads with which envpool steps each pool; 0 divides the CPU cores
         evenly among the pools.
       lag: unroll n acts with the weights after update n - lag. With 0 actors wait for each update;
-        with 1 they act while the learner learns from the unroll before.
+        with 1 they act while the learner learns from the previous unroll.
       free_running: act with the newest available weights, whatever their lag. Runs are then not
         reproducible; only agent "vtrace" corrects for a varying lag.
       newest_frame: transfer only the newest of the stacked frames to the device, which stacks them
@@ -157,7 +157,7 @@ class Config:
       env_params: values for fields of a gymnax environment's parameters; other fields keep their
         defaults.
       agent: the algorithm, "ppo" or "vtrace".
-      seed: seed of everything random, below 2^32.
+      seed: seed of all random numbers, below 2^32.
       num_seeds: number of independent agents that are trained at once in one program, with the
         seeds ``seed``, ``seed + 1``, ... (Anakin only). Each of them takes ``total_steps`` steps in
         ``num_envs`` environments.
@@ -169,8 +169,8 @@ class Config:
         of its compiled program. 0 chooses: about 100 rows a run with Anakin and 3,000 with Sebulba,
         and at most 100 updates a call. A run that is asked to stop finishes its call first.
       stagger: the largest number of random actions by which environments are advanced before
-        training (Anakin only). Each environment draws its own number, so that first episodes do not
-        all end at once; 0 advances none.
+        training (Anakin only). Each environment draws its own number, so that the first episodes
+        do not all end at once; 0 takes none.
       discount: discount factor of future rewards (gamma), in [0, 1].
       entropy_cost: weight of the entropy bonus in the loss.
       value_cost: weight of the value loss.
@@ -333,8 +333,9 @@ def sizes(config: Config, num_devices: int, num_threads: int = 0) -> Sizes:
     if config.num_envs % divisor:
         threads = f" times {num_threads} actor threads" if num_threads else ""
         raise ConfigError(
-            f"num_envs={config.num_envs} does not divide over {num_devices} devices{threads}; "
-            f"{_nearest_multiple(config.num_envs, divisor)} would, and so would "
+            f"num_envs={config.num_envs} does not divide evenly over {num_devices} devices"
+            f"{threads}; {_nearest_multiple(config.num_envs, divisor)} would, and "
+            f"{config.num_envs} divides over "
             f"{_divisors(config.num_envs, max(1, num_threads))} devices"
         )
     steps_per_update = config.num_envs * config.unroll_length

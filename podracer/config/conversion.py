@@ -1,4 +1,4 @@
-"""Builds frozen dataclasses from dictionaries, with errors that name setting, value and what fits.
+"""Builds frozen dataclasses from dictionaries; errors name the setting and the valid values.
 
 dacite does the same, but its error for an unknown key omits the section that the key is in, and it
 accepts True for a whole number and NaN for a float.
@@ -30,7 +30,7 @@ def from_mapping(cls: type, values: Mapping[str, Any], prefix: str = "") -> Any:
 
     Args:
       cls: the dataclass.
-      values: by the names of its fields; those left out keep their defaults.
+      values: values by field name; fields left out keep their defaults.
       prefix: the dotted name of a nested dataclass and a dot, for errors.
 
     Raises:
@@ -46,7 +46,7 @@ def from_mapping(cls: type, values: Mapping[str, Any], prefix: str = "") -> Any:
     return cls(**built)
 
 
-# By the type of a field: what its value must be, and whether a value is.
+# For each type of a field: what its values must be, and whether a value is valid.
 _TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     bool: ("true or false", lambda x: type(x) is bool),
     int: ("a whole number", lambda x: type(x) is int),
@@ -61,7 +61,7 @@ _TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
 
 
 def _convert(kind: Any, value: Any, name: str) -> Any:
-    """``value`` as the field's type: 3 passes for 3.0, 3.0 for 3, and a list for a tuple."""
+    """Converts a value to its field's type: 3 is accepted as 3.0, 3.0 as 3, a list as a tuple."""
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         if not isinstance(value, Mapping):
             raise ConfigError(f"{name} must be a section of settings, got {value!r}")

@@ -1,8 +1,8 @@
 """Calls Python when a C++ library aborts the process.
 
 JAX aborts a process from C++ when the coordinator rejects it or closes the connection. Python runs
-its own signal handlers between the bytecodes of the main thread, so never after an abort. A handler
-of C runs at once, in the thread that aborts.
+its own signal handlers between bytecodes of the main thread, and thus never after an abort. A C
+handler runs immediately, in the thread that aborts.
 """
 
 import ctypes
@@ -18,8 +18,8 @@ def on_abort(handler: Callable[[], None]) -> Callable[[], None]:
         it returns, the abort continues.
 
     Returns:
-      A function that restores the previous handler. Keep it as long as the handler is installed: it
-      holds what C calls.
+      A function that restores the previous handler. Keep a reference to it while the
+      handler is installed: it holds the callback that C calls.
     """
     # C keeps no reference to the callback.
     callback = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: handler())

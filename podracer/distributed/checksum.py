@@ -11,7 +11,7 @@ from podracer.types import Array, ArrayTree
 
 
 def named_arrays(tree: ArrayTree) -> dict[str, Array]:
-    """The arrays of a tree by the name of their path; random keys as their uint32 data."""
+    """The arrays of a tree by name, see ``path_name``; random keys become their uint32 data."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {path_name(path): jax.random.key_data(x) if is_key(x) else x for path, x in paths}
 

@@ -1,7 +1,7 @@
 """Checks that all devices hold the same weights.
 
-They must: gradients are averaged, so every device takes the same step from the same weights. A
-defective chip, or a program that differs between processes, makes them drift apart silently.
+Gradients are averaged, so every device takes the same step from the same weights. A defective chip,
+or a program that differs between processes, makes the copies drift apart silently.
 """
 
 from collections import Counter
@@ -42,7 +42,7 @@ def make_check(mesh: jax.sharding.Mesh) -> Callable[[Weights, int], None]:
 
 
 def compare(sums: np.ndarray, devices: Sequence[Device], update: int) -> None:
-    """Raises ``DriftError`` that names the devices whose checksum differs from that of the most.
+    """Raises ``DriftError`` if checksums differ; it names the devices that are in the minority.
 
     Args:
       sums: ``[devices]`` uint32, the checksum of each device's copy.

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-# These are partly private to JAX, and the only way to detect a cluster without starting a device.
+# Partly private to JAX, but the only way to detect a cluster without starting a device.
 from jax._src import cloud_tpu_init, clusters
 from jax._src.clusters import cloud_tpu_cluster
 
@@ -37,11 +37,11 @@ class HostsConfig:
 
     Attributes:
       timeout_s: seconds after which a process that sends nothing, or a run in which no process
-        makes progress, is taken to hang; all processes then end. Set it higher than the longest
+        makes progress, counts as hanging; all processes then end. Set it higher than the longest
         call, evaluation or checkpoint takes.
       start_timeout_s: the same limit until all processes have joined and begun to train. Set it
-        higher than the longest compilation takes, and than a scheduler needs from the first
-        host to the last.
+        higher than the longest compilation takes, and higher than the time between the starts of
+        the first and the last host.
       drift_every: number of updates between two checks that all devices hold the same weights,
         rounded up to whole host calls; 0 disables the check.
     """
@@ -101,7 +101,9 @@ def from_environment(address: Address, environment: Mapping[str, str]) -> Addres
     if count is not None and count < 1:
         raise ConfigError(f"num_processes={count} must be at least 1")
     if index is not None and not 0 <= index < (math.inf if count is None else count):
-        raise ConfigError(f"process_id={index} must be from 0 to num_processes={count} less 1")
+        raise ConfigError(
+            f"process_id={index} must be from 0 to num_processes - 1, and num_processes is {count}"
+        )
     return Address(coordinator, count, index)
 
 
@@ -112,7 +114,7 @@ def join(address: Address, hosts: HostsConfig) -> None:
 
     Args:
       address: what the user has specified.
-      hosts: the limits of waiting.
+      hosts: the time limits.
 
     Raises:
       ConfigError: the address is malformed or incomplete, or JAX already runs.
@@ -149,7 +151,7 @@ def join(address: Address, hosts: HostsConfig) -> None:
 def _detect_with_retries(
     address: Address, timeout_s: float
 ) -> tuple[Address, Sequence[int] | None]:
-    """``_detect``, repeated until it succeeds or ``timeout_s`` seconds are over."""
+    """``_detect``, repeated until it succeeds or ``timeout_s`` seconds have passed."""
     deadline, delay = time.monotonic() + timeout_s, FIRST_DELAY_S
     while True:
         try:
@@ -172,8 +174,8 @@ def _detect(address: Address, timeout_s: float) -> tuple[Address, Sequence[int] 
       timeout_s: seconds to wait for the coordinator's name to be known.
 
     Returns:
-      The address, and the numbers of the devices of its host that this process may use; None is
-      all of them. Alone in its cluster, a process uses them all, where JAX would choose one.
+      The address, and the numbers of the devices of its host that this process may use; None
+      means all of them. A process that is alone in its cluster uses all, where JAX would use one.
 
     Raises:
       ConfigError: the cluster's settings can't be used.
@@ -204,8 +206,8 @@ def _detect(address: Address, timeout_s: float) -> tuple[Address, Sequence[int] 
 
 
 def _check_metadata_service() -> None:
-    """Raises ``OSError`` where a Cloud TPU's metadata service fails. JAX takes that for no cluster,
-    so that a host of a slice would run alone."""
+    """Raises ``OSError`` if a Cloud TPU's metadata service fails. JAX would conclude that there is
+    no cluster, and a host of a slice would run alone."""
     if cloud_tpu_init.running_in_cloud_tpu_vm and "TPU_SKIP_MDS_QUERY" not in os.environ:
         _, status = cloud_tpu_cluster.get_metadata("agent-worker-number")
         if status != 404:
@@ -213,17 +215,17 @@ def _check_metadata_service() -> None:
 
 
 def _is_transient(error: BaseException | None, cluster: Any) -> bool:
-    """Whether a service failed that may answer later, rather than a setting being wrong.
+    """Whether a service failed that may answer later, as opposed to a wrong setting.
 
     Args:
-      error: what detecting the cluster raised.
-      cluster: the class of JAX that did; None if it was still searching for the cluster.
+      error: the exception that detecting the cluster raised.
+      cluster: the JAX class that raised it; None if no cluster had been found yet.
     """
     if cluster and issubclass(cluster, cloud_tpu_cluster.BaseTpuCluster):
-        # Users set none of it, and an error page in place of an answer raises a ValueError.
+        # Users configure none of this, and an error page instead of an answer raises a ValueError.
         return True
     while error is not None:
-        # Where Kubernetes gives a pod no account, its file is missing.
+        # A missing file is permanent: Kubernetes has given the pod no service account.
         network = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
         status = getattr(error, "status", None)
         busy = isinstance(status, int) and (status in (408, 429) or status >= 500)
@@ -234,13 +236,13 @@ def _is_transient(error: BaseException | None, cluster: Any) -> bool:
 
 
 def _check_port(port: int) -> None:
-    """Raises ``OSError`` where a port of this machine is in use: jaxlib may crash then (0.10.2)."""
+    """Raises ``OSError`` if a port of this machine is in use: jaxlib 0.10.2 may crash then."""
     if "JAX_COORDINATOR_BIND_ADDRESS" in os.environ:
         # The coordinator listens somewhere else.
         return
     ipv6 = socket.has_dualstack_ipv6()
     with socket.socket(socket.AF_INET6 if ipv6 else socket.AF_INET) as server:
-        # As JAX does it: the port of a process that has just ended may be used again.
+        # As in JAX: the port of a process that has just ended may be used again.
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if ipv6:
             server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -250,7 +252,7 @@ def _check_port(port: int) -> None:
 def _connect(address: Address, local_devices: Sequence[int] | None, hosts: HostsConfig) -> None:
     """Connects to all processes of a complete address.
 
-    If they don't come in time, this ends the process: JAX would do so without naming anybody.
+    If they do not join in time, this ends the process; JAX would do so without naming a process.
     """
     who = (
         f"process {address.process_id} of {address.num_processes}, which was joining the others at "
@@ -262,7 +264,7 @@ def _connect(address: Address, local_devices: Sequence[int] | None, hosts: Hosts
 
     def give_up() -> None:
         limit = f"{hosts.start_timeout_s:g} s (hosts.start_timeout_s)"
-        report(f"has given up after {limit}: do all run, and can they reach this address?")
+        report(f"has given up after {limit}: are all running, and can they reach this address?")
         os._exit(ExitCode.STALLED)
 
     def stopped(number: int) -> int:
@@ -276,16 +278,16 @@ def _connect(address: Address, local_devices: Sequence[int] | None, hosts: Hosts
         )
         os._exit(ExitCode.TRANSIENT)
 
-    # With asynchronous dispatch programs with collectives could overtake each other on a CPU, so
-    # that processes would run them in different orders.
+    # With asynchronous dispatch, programs with collectives could overtake each other on a CPU, and
+    # processes would then run them in different orders.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    # Its handler of SIGTERM would replace ours.
+    # The service's handler of SIGTERM would replace ours.
     jax.config.update("jax_enable_preemption_service", False)
     timer = threading.Timer(hosts.start_timeout_s, give_up)
     timer.daemon = True
     timer.start()
     restore_abort = on_abort(aborted)
-    # The watchdog must come before JAX, which would abort without naming anybody.
+    # The watchdog must act before JAX's own timeout, which aborts without naming a process.
     late = 2 * math.ceil(max(hosts.timeout_s, hosts.start_timeout_s)) + 60
     try:
         # There is nothing to save yet, so the first signal ends the process.

@@ -9,7 +9,7 @@ only. On GPUs, XLA chooses kernels by timing them, and some kernels add in an or
 run to run, such as scatter, which the gradients of indexing and of max-pooling become. The
 environment variable ``XLA_FLAGS=--xla_gpu_deterministic_ops=true`` is XLA's guarantee of run-to-run
 determinism: kernels are chosen without timing, and only deterministic ones, which is slower. Even
-so, other GPUs, or other versions of JAX or CUDA, give other bits.
+so, results differ between GPU models and between versions of JAX and CUDA.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ def initialize_devices(cpu_devices: int, *, required: bool) -> list[Device]:
     )
     configured = jax.config.values["jax_num_cpu_devices"] not in (None, -1)
     if required or not (in_environment or configured):
-        # This raises once JAX runs. It then keeps its number of devices, which is checked below.
+        # This raises if JAX already runs. The number of its devices is checked below.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", cpu_devices)
     local = jax.local_devices()
@@ -66,7 +66,7 @@ def initialize_devices(cpu_devices: int, *, required: bool) -> list[Device]:
     if required and len(local) < cpu_devices:
         raise ConfigError(
             f"cpu_devices={cpu_devices}, but JAX already runs with {len(local)}; set it before the "
-            f"first use of JAX, or by the environment variable JAX_NUM_CPU_DEVICES={cpu_devices}"
+            f"first use of JAX, or with the environment variable JAX_NUM_CPU_DEVICES={cpu_devices}"
         )
     return [device for devices in by_process for device in devices[:cpu_devices]]
 
@@ -82,7 +82,7 @@ def _enable_compilation_cache() -> None:
 
 
 class Split(NamedTuple):
-    """The devices of a host by what they do; the same device may do both.
+    """The devices of a host by role; the same device may have both roles.
 
     Attributes:
       actors: devices that act in environments.
@@ -105,7 +105,7 @@ def split(
       devices: devices of the host.
       actors: indices into ``devices`` of those that act; empty chooses them.
       learners: indices of those that learn; empty takes all that don't act.
-      learners_per_actor: ratio to choose actors by, where neither is specified.
+      learners_per_actor: number of learners per actor, where neither list is given.
 
     Raises:
       ConfigError: an index is out of range or listed twice, or no device is left to learn.
@@ -147,7 +147,7 @@ def per_device(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) ->
     compute what one computes.
 
     Args:
-      function: takes and returns what one device has.
+      function: maps one device's shards of the arguments to its shards of the results.
       mesh: the devices.
       in_specs: how the arguments are sharded.
       out_specs: how the results are sharded.

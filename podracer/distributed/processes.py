@@ -1,4 +1,4 @@
-"""The processes of a run: what they agree on without using devices, and how they end together.
+"""The processes of a run: how they agree without using devices, and how they end together.
 
 Every process runs the same program on a mesh over the devices of all. This module exchanges small
 values through the key-value store of JAX's coordination service, which needs no device.
@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 
-# Partly private to JAX, and used by Orbax as well: it tells the number of this process without
-# starting a device, and holds the client of the key-value store.
+# Partly private to JAX, and used by Orbax as well: it has the number of this process, without
+# starting a device, and the client of the key-value store.
 from jax._src import distributed
 
 from podracer.distributed import signals
@@ -23,8 +23,8 @@ from podracer.distributed.joining import Address, HostsConfig, join
 from podracer.distributed.watchdog import Limits, Store, Watchdog
 from podracer.errors import ERRORS, ConfigError, code_of
 
-# Milliseconds of one wait in the key-value store. Python handles no signal meanwhile, so longer
-# waits are repeated; the watchdog ends those that never succeed.
+# Milliseconds of one wait in the key-value store. Python handles no signal meanwhile, so long waits
+# are made of short ones; the watchdog ends waits that never succeed.
 POLL_MS = 1000
 _runs = itertools.count()
 
@@ -69,7 +69,7 @@ class Processes:
 
     @property
     def failed_alone(self) -> bool:
-        """Whether this process failed while others did not: it can't wait for them any more."""
+        """Whether this process failed while others did not, so that it can't wait for them."""
         return self._watchdog is not None and self._watchdog.failed_alone
 
     def check_devices(self) -> None:
@@ -127,7 +127,7 @@ class Processes:
         return self._get(key)
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Returns the values that all processes give, in the order of processes.
+        """Returns the values of all processes, in the order of processes.
 
         Args:
           value: this process's, which JSON can represent.
@@ -204,7 +204,7 @@ def joined(address: Address, hosts: HostsConfig) -> Iterator[Processes]:
 
     Args:
       address: what the user has specified; see ``joining.join``.
-      hosts: the limits of waiting.
+      hosts: the time limits.
 
     Raises:
       ConfigError: the address is wrong, or processes were started differently.
@@ -231,6 +231,6 @@ _latest = Processes()
 
 
 def failed_alone() -> bool:
-    """Whether the latest run failed in this process alone: it then can't wait for the others at its
-    exit, as JAX would."""
+    """Whether the latest run failed in this process alone, so that it can't wait for the others at
+    its exit, as JAX would."""
     return _latest.failed_alone

@@ -1,9 +1,9 @@
 """Detects that another process is lost or hangs, reports which one, and ends this process.
 
-A collective waits for ever for a process that never comes. So a thread of each process publishes
-its state in the key-value store of JAX's coordination service, which is a thread of process 0, and
-reads the states of the others. A second thread checks what was read. It never uses the network, so
-that it also notices when the coordinator does not answer.
+A collective waits forever for a process that never arrives. A thread of each process publishes its
+state in the key-value store of JAX's coordination service, which is a thread of process 0, and
+reads the states of the others. A second thread checks the states that were read. It never uses the
+network, so that it also notices when the coordinator does not answer.
 """
 
 import faulthandler
@@ -74,11 +74,11 @@ class Store(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Seconds after which a process is taken to hang, see ``joining.HostsConfig``.
+    """Seconds after which a process counts as hanging, see ``joining.HostsConfig``.
 
     Attributes:
-      start_s: until all processes train.
-      run_s: from then on.
+      start_s: the limit until all processes train.
+      run_s: the limit from then on.
     """
 
     start_s: float
@@ -103,11 +103,11 @@ def process_name(index: int, seen: Mapping[int, LastSeen]) -> str:
 
 
 def describe_processes(seen: Mapping[int, LastSeen], now: float) -> str:
-    """One line for each process: its step, activity and error, and when it was last heard of."""
+    """One line for each process: its step, activity and error, and when it was last heard from."""
     lines = []
     for index, (state, heartbeat_at, _) in seen.items():
         if not state.heartbeats:
-            lines.append(f"  process {index}: never heard of")
+            lines.append(f"  process {index}: never heard from")
             continue
         step = "before its first step" if state.step is None else f"step {state.step:,}"
         ended = f"ends with code {state.exit_code}"
@@ -115,13 +115,13 @@ def describe_processes(seen: Mapping[int, LastSeen], now: float) -> str:
         error = f", {state.error}" if state.error else ""
         lines.append(
             f"  {process_name(index, seen)}: {step}, {activity}{error}; "
-            f"heard of {now - heartbeat_at:.0f} s ago"
+            f"last heard from {now - heartbeat_at:.0f} s ago"
         )
     return "\n".join(lines)
 
 
 def find_silent(seen: Mapping[int, LastSeen], now: float, limits: Limits) -> list[int]:
-    """Numbers of the processes that have not ended, and sent no heartbeat within the limit."""
+    """Numbers of the processes that have not ended and sent no heartbeat within the limit."""
     return [
         index
         for index, (state, heartbeat_at, _) in seen.items()
@@ -133,11 +133,11 @@ def find_silent(seen: Mapping[int, LastSeen], now: float, limits: Limits) -> lis
 class Watchdog:
     """Watches over this process and all others, in two threads.
 
-    Only the main thread changes this process's state, except for its counter of progress, and only
-    one of the two threads changes what was read of the others.
+    Only the main thread changes this process's state, except for its progress counter, and only one
+    of the two threads changes the states read from the others.
 
     Attributes:
-      failed_alone: whether this process ended by an error that the others have not met.
+      failed_alone: whether this process ended with an error that the others did not have.
     """
 
     def __init__(
@@ -146,10 +146,10 @@ class Watchdog:
         """Starts the threads.
 
         Args:
-          store: what all processes publish their states in.
+          store: the store in which all processes publish their states.
           index: number of this process.
           count: number of processes.
-          limits: after which a process is taken to hang.
+          limits: time limits after which a process counts as hanging.
           coordinator: host and port of the process that holds the store.
         """
         self._store, self._index = store, index
@@ -193,7 +193,7 @@ class Watchdog:
         """Waits until each other process has sent three heartbeats, or has ended successfully.
 
         To be called when JAX has failed in the main thread: the cause may be that another process
-        is lost. If so, this does not return, as the other thread notices and ends this process.
+        is lost. If so, this does not return: the other thread notices and ends this process.
 
         Args:
           error: the failure, for messages.
@@ -215,7 +215,7 @@ class Watchdog:
         """Tells the others that the run ends here. From now on their errors don't end this process.
 
         Args:
-          exit_code: of this process.
+          exit_code: exit code of this process.
           error: the exception's first line; empty after success.
         """
         self._own = self._own._replace(exit_code=exit_code, error=error)
@@ -252,14 +252,14 @@ class Watchdog:
                 own = self._own._replace(heartbeats=heartbeats, progress=self._progress)
                 self._store.put(f"state/{self._index}", json.dumps(own))
                 found = self._store.get_all("state/")
-            except Exception:  # The store is gone: the other thread notices that it doesn't answer.
+            except Exception:  # The store is gone; the other thread notices that it doesn't answer.
                 found = {}
             self._take(found, time.monotonic())
             if not closing:
                 self._wake.wait(self._interval)
 
     def _take(self, found: Mapping[str, str], now: float) -> None:
-        """Takes over the states read at this time, by their keys."""
+        """Records states that were read from the store at time ``now``, by their keys."""
         for key, value in found.items():
             index, state = int(key.rpartition("/")[2]), ProcessState(*json.loads(value))
             before = self._seen[index]
@@ -282,9 +282,9 @@ class Watchdog:
                 self._exit_process(*problem)
 
     def _find_problem(self, now: float) -> tuple[int, str] | None:
-        """The exit code and the reason to end this process at this time; None without a reason."""
+        """The exit code and the reason to end this process now; None if there is no reason."""
         seen, limits = dict(self._seen), self._limits
-        # Within the grace period this process may end by the same error, in good order.
+        # Within the grace period this process may end with the same error by itself.
         failed = [i for i, at in dict(self._failed_at).items() if now - at > self._grace]
         if failed and self._own.exit_code is None:
             state = seen[failed[0]].state
@@ -301,13 +301,13 @@ class Watchdog:
         if silent := find_silent(seen, now, limits):
             names = " and ".join(process_name(i, seen) for i in silent)
             limit = limits.describe(starting=any(not seen[i].state.heartbeats for i in silent))
-            return ExitCode.STALLED, f"nothing was heard of {names} {limit}"
+            return ExitCode.STALLED, f"nothing was heard from {names} {limit}"
         return self._find_stall(seen, now)
 
     def _find_stall(self, seen: Mapping[int, LastSeen], now: float) -> tuple[int, str] | None:
-        """The same where all processes send heartbeats, but none makes progress.
+        """As ``_find_problem``, where all processes send heartbeats but none makes progress.
 
-        As long as one of them does, the others may be waiting for it.
+        As long as one process makes progress, the others may be waiting for it.
         """
         since = max(self._progress_at, *(each.progress_at for each in seen.values()))
         running = {i: state for i, (state, *_) in seen.items() if state.exit_code is None}
@@ -322,7 +322,7 @@ class Watchdog:
             return None
         fewest = min((state.stages for state in running.values()), default=0)
         behind = [i for i, state in running.items() if state.stages == fewest]
-        who = "none is behind another"
+        who = "none is behind the others"
         if len(behind) < len(running):
             who = f"behind: {' and '.join(process_name(i, seen) for i in behind)}"
         slow = "compilation" if starting else "call, evaluation or checkpoint"
@@ -333,12 +333,12 @@ class Watchdog:
         )
 
     def _exit_process(self, code: int, reason: str) -> None:
-        """Ends the process at once, as its main thread may wait for ever."""
-        # If the main thread was about to exit by an error, that is the cause.
+        """Ends the process at once, because its main thread may wait forever."""
+        # If the main thread was about to exit with an error, that error is the cause.
         code = code if self._own.exit_code is None else self._own.exit_code
         resumes = "" if code in FINAL else "; the same command resumes from the last checkpoint"
         text = (
-            f"error: {reason}. All processes end{resumes}. Last heard:\n"
+            f"error: {reason}. All processes end{resumes}. Last states:\n"
             f"{describe_processes(dict(self._seen), time.monotonic())}\n"
             f"Stack of this process, {self._index}:"
         )

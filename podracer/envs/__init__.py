@@ -27,7 +27,7 @@ def _split(env_id: str, example: str) -> tuple[str, str]:
 def architecture(env_id: str) -> str:
     """The architecture that trains in an environment: "anakin" or "sebulba".
 
-    Sebulba is for suites that exist on the host only; a class of the user's own is written in JAX.
+    Sebulba is for suites that exist on the host only; a user's own class is written in JAX.
     """
     suite = env_id.partition(":")[0]
     return "sebulba" if suite in HOST_SUITES and suite not in SUITES else "anakin"
@@ -40,8 +40,8 @@ def make_environment(
 
     Args:
       env_id: "gymnax:CartPole-v1", "dummy:counting", or "my_module:MyEnv".
-      kwargs: for its constructor.
-      params: its parameters that differ from their defaults.
+      kwargs: keyword arguments of its constructor.
+      params: values of its parameters; those left out keep their defaults.
 
     Raises:
       ConfigError: no such environment, argument or parameter.
@@ -65,8 +65,8 @@ def make_host_environment(
 
     Args:
       env_id: "envpool:Pong-v5", "gymnasium:LunarLander-v3" or "dummy:counting".
-      kwargs: for its constructor, or options of its pool.
-      params: its parameters that differ from their defaults.
+      kwargs: keyword arguments of its constructor, or options of its pool.
+      params: values of its parameters; those left out keep their defaults.
       newest_frame: see ``envpool.make``.
 
     Raises:

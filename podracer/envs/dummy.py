@@ -1,8 +1,8 @@
-"""Environments with known answers: they show mistakes that learning curves hide.
+"""Environments with known answers: they reveal mistakes that learning curves hide.
 
-``counting`` shows mix-ups of resets, steps and the batch axis without learning (after the dummy
-environment of danijar/embodied). The other environments are probes: their values can be computed by
-hand, and each adds one thing that an agent must get right (after Andy Jones,
+``counting`` reveals mix-ups of resets, steps and the batch axis, without any learning (after
+the dummy environment of danijar/embodied). The other environments are probes: their values can be
+computed by hand, and each adds one thing that an agent must get right (after Andy Jones,
 https://andyljones.com/posts/rl-debugging.html).
 """
 
@@ -127,7 +127,7 @@ def _probe(
     Args:
       observe: ``(key) -> first observation``.
       reward: ``(first observation, action) -> reward`` of the last step.
-      shape: of observations; all but an episode's first are zeros.
+      shape: shape of observations; all but an episode's first are zeros.
       length: steps of an episode.
       continuous: the action space is a box [-1, 1] instead of two discrete actions.
     """

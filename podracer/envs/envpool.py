@@ -5,10 +5,10 @@ action, has reward 0 and arrives at the first observation. So an observation is 
 episode iff the previous arrival was an end.
 
 An end is a truncation according to ``elapsed_step`` and, where the environment reports it,
-``info["terminated"]``. The pool's own truncation flag is not enough, as it has missed some, but it
-alone covers limits that are set by an option of the environment. Where a lost life ends an episode
-(``episodic_life``), the agent sees an end with discount 0, and the game's score continues until the
-game is over.
+``info["terminated"]``. The pool's own truncation flag is not enough, because it misses some
+truncations, but only it covers limits that are set by an option of the environment. Where a lost
+life ends an episode (``episodic_life``), the agent sees an end with discount 0, and the game's
+score continues until the game is over.
 """
 
 import importlib
@@ -183,7 +183,7 @@ def _check_options(
 def make(
     name: str, kwargs: Mapping[str, Any], params: Mapping[str, Any], *, newest_frame: bool = False
 ) -> HostEnvironment:
-    """An environment of envpool. One is made here already, so that errors are found at once.
+    """An environment of envpool. One instance is made here, to find errors immediately.
 
     Args:
       name: envpool's id, such as "Pong-v5".

@@ -41,7 +41,7 @@ def _in_processes(name: str, options: Mapping[str, Any], count: int) -> Any:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         return gymnasium.make(name, **options)
 
-    # Pools that hang are closed in the middle of a step, of which Gymnasium warns.
+    # Pools that hang are closed in the middle of a step, about which Gymnasium warns.
     warnings.filterwarnings("ignore", ".*Calling `close` while waiting", module="gymnasium")
     # A fork of a process that runs JAX's threads can hang, so processes are forks of a server
     # that has imported what they need.
@@ -100,7 +100,7 @@ class VectorPool:
             raise ConfigError(f"gymnasium:{self._name} can't be drawn: {error}") from error
 
     def close(self) -> None:
-        # Killed, because Gymnasium would wait for an answer of a process that hangs or has died.
+        # Gymnasium would wait for an answer from a process that hangs or has died.
         for process in getattr(self._envs, "processes", ()):
             process.kill()
         for pipe in getattr(self._envs, "parent_pipes", ()):
@@ -113,7 +113,7 @@ def _channels_first(name: str, space: Any, params: Mapping[str, Any]) -> bool:
     """Whether images are ``[C, H, W]``: by env_params.channels, else by Gymnasium's convention.
 
     Raises:
-      ConfigError: an impossible env_params.channels; or it is missing, and the shape looks as if
+      ConfigError: env_params.channels is impossible, or is missing although the shape suggests that
         the environment breaks the convention.
     """
     channels = params.get("channels")
@@ -139,8 +139,8 @@ def make(
     """An environment that is registered with Gymnasium.
 
     Args:
-      name: Gymnasium's id, as "LunarLander-v3", or "module:Id" where a module registers it.
-      kwargs: for its constructor.
+      name: Gymnasium's id, such as "LunarLander-v3"; "module:Id" if a module registers it.
+      kwargs: keyword arguments of its constructor.
       params: ``channels``, the axis of the channels in images: "first" or "last". Without it they
         are the last axis, Gymnasium's convention, unless the shape contradicts that.
       newest_frame: not supported here.

@@ -4,7 +4,7 @@ gymnax resets in the step in which an episode ends. That hides the final observa
 truncated episode bootstraps. So this adapter calls an environment's own ``step_env``, ``reset_env``
 and ``is_truncated``: a *terminated* episode is reset in the same step, as nothing follows its end;
 a *truncated* one first arrives at its true final observation and is reset in the next step, which
-ignores the action. ``returns.py`` holds the rule by which both are learned from.
+ignores the action. ``returns.py`` has the rule that covers both.
 """
 
 import dataclasses
@@ -63,8 +63,8 @@ def make(name: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Env
 
     Args:
       name: gymnax's id, such as "CartPole-v1".
-      kwargs: for its constructor.
-      params: fields of its parameters that differ from their defaults.
+      kwargs: keyword arguments of its constructor.
+      params: values for fields of its parameters; other fields keep their defaults.
 
     Raises:
       ConfigError: no such environment, argument or parameter, or a space that agents can't act in.
@@ -91,13 +91,13 @@ def load(path: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Env
     """A user's own environment: a subclass of ``gymnax.environments.environment.Environment``.
 
     Args:
-      path: "module:Class", importable.
-      kwargs: for its constructor.
-      params: fields of its parameters that differ from their defaults.
+      path: import path, as "module:Class".
+      kwargs: keyword arguments of its constructor.
+      params: values for fields of its parameters; other fields keep their defaults.
 
     Raises:
-      ConfigError: no such module or class, a class that is no gymnax environment (it is not
-        called), or arguments or parameters that it does not take.
+      ConfigError: no such module or class, a class that is not a gymnax environment (which
+        is not called), or arguments or parameters that it does not take.
     """
     module_name, _, attribute = path.partition(":")
     try:
@@ -112,7 +112,7 @@ def load(path: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Env
     base = import_gymnax().environments.environment.Environment
     if not (isinstance(cls, type) and issubclass(cls, base)):
         raise ConfigError(
-            f"env={path!r} is no gymnax environment; it must be a class derived from "
+            f"env={path!r} is not a gymnax environment; it must be a class derived from "
             "gymnax.environments.environment.Environment (gymnax 1.0)"
         )
     check_kwargs(path, cls, kwargs)
@@ -120,10 +120,10 @@ def load(path: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Env
 
 
 def _make_render(env: Any, name: str, params: Any) -> Callable[[GymnaxState], np.ndarray]:
-    """``(state) -> image`` by gymnax's own drawing, which is imported when it is first used.
+    """``(state) -> image`` with gymnax's own drawing code, which is imported when it is first used.
 
-    The function raises ``ConfigError`` if gymnax can't draw the environment or a package that it
-    needs for this is not installed.
+    The function raises ``ConfigError`` if gymnax can't draw the environment, or if a package that
+    it needs is not installed.
     """
 
     def render(state: GymnaxState) -> np.ndarray:
@@ -161,9 +161,9 @@ def adapt(env: Any, name: str, changes: Mapping[str, Any]) -> Environment:
     """Converts a gymnax environment to an ``Environment``.
 
     Args:
-      env: an instance.
-      name: of the environment, for errors.
-      changes: fields of its parameters that differ from their defaults.
+      env: an instance of the environment.
+      name: name of the environment, for errors.
+      changes: values for fields of its parameters; other fields keep their defaults.
 
     Raises:
       ConfigError: no such parameter, or a space that agents can't act in or observe.
@@ -178,7 +178,7 @@ def adapt(env: Any, name: str, changes: Mapping[str, Any]) -> Environment:
             raise ConfigError(f"env_params.{key} of {name} is {default!r}, got {value!r}")
     params = defaults.replace(**changes)
     action = spaces.action_space(env.action_space(params), name)
-    # An integer in [0, n) becomes one-hot: it is no quantity.
+    # An integer in [0, n) becomes one-hot: it is not a quantity.
     classes = getattr(env.observation_space(params), "n", None)
 
     def observe(observation: ArrayTree) -> Array:

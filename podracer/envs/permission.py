@@ -34,10 +34,10 @@ def needs_permission(env_id: str, kwargs: Mapping[str, Any]) -> str | None:
 
     Args:
       env_id: see ``envs.make_environment`` and ``envs.make_host_environment``.
-      kwargs: for its constructor.
+      kwargs: keyword arguments of its constructor.
 
     Returns:
-      The reason, as the predicate of a sentence; None if it can't.
+      The reason, as the predicate of a sentence; None if there is no such risk.
     """
     suite, _, name = env_id.partition(":")
     if suite in SAFE_SUITES:
@@ -56,7 +56,7 @@ def check_permission(env_id: str, kwargs: Mapping[str, Any], allowed: str | None
 
     Args:
       env_id: the environment that a workdir names.
-      kwargs: for its constructor.
+      kwargs: keyword arguments of its constructor.
       allowed: the id of the environment that the user permits.
     """
     reason = needs_permission(env_id, kwargs)

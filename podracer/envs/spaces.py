@@ -20,7 +20,7 @@ def action_space(space: Any, name: str) -> Discrete | Box:
 
     Args:
       space: Gymnasium's or gymnax's space.
-      name: of the environment, for the error.
+      name: name of the environment, for the error.
 
     Raises:
       ConfigError: agents can't act in this space.
@@ -45,7 +45,7 @@ def to_box(action: Array, box: Box) -> Array:
     """Scales an agent's action to the environment's units.
 
     For an agent, [-1, 1] spans a bounded dimension, and numbers outside are clipped. A dimension
-    without two bounds is not scaled, only clipped at the bound that it has.
+    with fewer than two bounds is not scaled, only clipped at its bound if it has one.
 
     Args:
       action: ``[..., *box.shape]``, any real number.
@@ -84,10 +84,10 @@ def host_environment(
 ) -> HostEnvironment:
     """A host environment from its Gymnasium spaces.
 
-    An integer of a Discrete space becomes one-hot: it is no quantity.
+    An integer of a Discrete space becomes one-hot: it is not a quantity.
 
     Args:
-      name: of the environment, for errors.
+      name: name of the environment, for errors.
       observation: Gymnasium's space.
       action: Gymnasium's space.
       make: see ``types.HostEnvironment``.

@@ -24,12 +24,12 @@ def shuffle(key: Array, items: int, minibatches: int, device_index: Array | int)
     The shuffle is stratified: of each group of ``minibatches`` neighbouring items, one goes to each
     minibatch, drawn with a key that depends on the group's *global* number. A minibatch over all
     devices therefore holds the same items however they are spread over devices, which is not true
-    of a permutation of each device's items; it is spread evenly over time and environments; and no
-    sort of the whole batch is needed, which takes a quarter of an update on a CPU (see
+    of a permutation of each device's items, and is spread evenly over time and environments. No
+    sort of the whole batch is needed; it would take a quarter of an update on a CPU (see
     benchmarks/README.md).
 
     Args:
-      key: the same on all devices.
+      key: random key, the same on all devices.
       items: number of items on this device, a multiple of ``minibatches``.
       minibatches: number of minibatches.
       device_index: number of this device; the items of device 0 come first.
@@ -111,14 +111,14 @@ def make_update(
 
     Args:
       agent: the algorithm.
-      optimizer: made by ``optimizer.make_optimizer``.
+      optimizer: the optimizer, from ``optimizer.make_optimizer``.
       config: settings of the learner.
-      schedule: ``(update) -> factor`` of the learning rate.
+      schedule: ``(update) -> factor``, by which the learning rate is multiplied.
       all_mean: the mean of a tree over devices; called once per gradient step, with gradients and
         metrics together.
       device_index: ``() ->`` the number of this device.
-      update_target: ``(params, target, step) -> target``, as optax's ``incremental_update`` and
-        ``periodic_update`` do it; agents without a target keep their ``()``.
+      update_target: ``(params, target, step) -> target``, such as optax's ``incremental_update`` or
+        ``periodic_update``; agents without a target keep their ``()``.
 
     Returns:
       ``(train_state, trajectory, key) -> (train_state, metrics)``; metrics are means over gradient

@@ -9,7 +9,7 @@ from podracer.errors import ConfigError, unknown
 OPTIMIZERS = ("adam", "rmsprop")
 
 
-# By rule, the power of the ratio of the batch to the reference batch.
+# For each rule, the exponent of the ratio of the batch to the reference batch.
 BATCH_RULES = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
 
 
@@ -19,7 +19,7 @@ class LearnerConfig:
 
     Attributes:
       optimizer: "adam" or "rmsprop" (with epsilon inside the root, as in TensorFlow and IMPALA).
-      learning_rate: of the first gradient step after the warm-up.
+      learning_rate: learning rate of the first gradient step after the warm-up.
       anneal: whether the learning rate falls linearly to 0 over the run.
       warmup: number of updates in which the learning rate first rises linearly from 0.
       batch_rule: how the learning rate depends on the batch, that is, the transitions of a gradient
@@ -29,7 +29,7 @@ class LearnerConfig:
         https://arxiv.org/abs/2205.10287).
       reference_batch: the batch that ``learning_rate`` was tuned for; must be 0 if ``batch_rule``
         is "none".
-      epsilon: of the optimizer.
+      epsilon: the optimizer's epsilon, which prevents a division by zero.
       max_grad_norm: gradients are scaled down to this global norm; 0 turns clipping off.
       num_epochs: passes over each batch of experience.
       num_minibatches: gradient steps per pass.
@@ -104,7 +104,7 @@ def make_schedule(config: LearnerConfig, num_updates: int, batch: int) -> optax.
     )
     if not config.warmup:
         return fall
-    # The rate of an update is that at its end, so that the first update learns, too.
+    # The rate of an update is the one at its end, so that the first update learns, too.
     step = factor / config.warmup
     rise = optax.linear_schedule(step, factor, max(1, config.warmup - 1))
     return optax.join_schedules([rise, fall], [config.warmup])

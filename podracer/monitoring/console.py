@@ -23,7 +23,7 @@ from podracer.types import Row
 
 Level = Literal["quiet", "normal", "verbose"]
 
-# Without a live view, seconds between two lines. Rows with an evaluation always have theirs.
+# Seconds between two lines without a live view. Rows with an evaluation are always printed.
 LINE_INTERVAL = 2.0
 # Live view updates per second. One takes 4 ms of a CPU core at 80 columns, during which actor
 # threads wait; a notebook sends each to the browser.
@@ -66,7 +66,7 @@ class RunDisplay:
         console = Console(file=stream, quiet=quiet, highlight=False)
         if console.is_jupyter and importlib.util.find_spec("ipywidgets") is None:
             # Without widgets a notebook can't redraw an output, so write lines to a plain stream.
-            # Not a terminal: IPython sets FORCE_COLOR, by which rich takes it for one.
+            # IPython sets FORCE_COLOR, which rich would take for a terminal.
             console = Console(
                 file=stream,
                 quiet=quiet,
@@ -169,7 +169,7 @@ class RunDisplay:
 
 
 def load_view(workdir: epath.PathLike) -> View:
-    """The view of a run, from the files of its workdir.
+    """The dashboard of a run, from the files of its workdir.
 
     Raises:
       ConfigError: there is no run in this folder.
@@ -185,7 +185,7 @@ def load_view(workdir: epath.PathLike) -> View:
 
 
 def show_run(workdir: epath.PathLike, out: pathlib.Path | None, width: int | None, verbose: bool):
-    """Prints the view of a run, and with ``out`` also writes it to an SVG file.
+    """Prints the dashboard of a run, and with ``out`` also writes it to an SVG file.
 
     Args:
       workdir: workdir of the run.

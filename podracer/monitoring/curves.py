@@ -127,7 +127,7 @@ def group_runs(runs: Sequence[MetricHistory]) -> list[SeedGroup]:
         if run.seed in seeds:
             raise ConfigError(
                 f"{seeds[run.seed].workdir} and {run.workdir} have the same config and the same "
-                f"seed, {run.seed}, so they are one sample; leave one of them out"
+                f"seed, {run.seed}, so they count as one sample; leave one of them out"
             )
         seeds[run.seed] = run
     settings = [next(iter(seeds.values())).config for seeds in groups.values()]
@@ -154,8 +154,8 @@ def mean_and_interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray | None
     Returns:
       The mean and half the interval's width, ``[...]`` each; None for the latter if S is 1.
     """
-    # The quantile function of Student's t that scipy.stats.t uses, without importing scipy.stats,
-    # which takes twice as long.
+    # The quantile function of Student's t that scipy.stats.t uses. Importing scipy.stats itself
+    # would take twice as long.
     from scipy.special import stdtrit
 
     seeds, mean = len(values), values.mean(0)

@@ -40,7 +40,7 @@ class Clock:
         return seconds
 
     def total(self) -> float:
-        """Seconds since the clock was started, with those of the processes it resumes."""
+        """Seconds since the clock was started, including those of the processes it resumes."""
         return time.monotonic() - self._start
 
     def training(self) -> float:

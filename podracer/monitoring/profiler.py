@@ -7,16 +7,16 @@ from etils import epath
 
 
 class Profile:
-    """Traces a number of updates, from the second call of a start on: the first one warms up."""
+    """Traces a number of updates, from the second call on; the first call is a warm-up."""
 
     def __init__(self, updates: int, folder: epath.Path | None):
-        """Traces nothing if ``updates`` is 0. ``folder`` is where the trace is written, locally."""
+        """Traces nothing if ``updates`` is 0. ``folder`` is the local folder for the trace."""
         self._folder = folder
         self._updates = updates
         self._calls, self._end = 0, None
 
     def advance(self, state: Any, update: int) -> bool:
-        """Starts or ends the trace if it is time to; to be called before each call of a step.
+        """Starts or ends the trace if it is due; must be called before each call of a step.
 
         Args:
           state: the state after ``update`` updates.

@@ -1,4 +1,4 @@
-"""Writes rows of metrics to TensorBoard and to Weights & Biases, beside ``metrics.jsonl``.
+"""Writes rows of metrics to TensorBoard and to Weights & Biases, besides ``metrics.jsonl``.
 
 A run that resumes at step S has already written its rows up to S. Rows that an earlier process
 wrote after S, before it was killed, are discarded, so that no step appears twice.
@@ -63,8 +63,12 @@ def make_writer(
       warn: shows a warning to the user; called once for each service that fails.
 
     Raises:
+<<<<<<< HEAD
       ConfigError: a package is not installed, or a service can't be used.
       TransientError: a service that the run has used before can't be used at present.
+=======
+      ConfigError: a package is not installed, or a service does not respond.
+>>>>>>> lang
     """
     writers = []
     if logging.tensorboard:
@@ -133,7 +137,7 @@ def tensorboard(folder: pathlib.Path, config: Mapping[str, Any], first_step: int
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     # Not tensorboardX's SummaryWriter, which writes in a thread: rows would be lost if the process
-    # were killed, and if the thread failed because of a full disk, the run would block for ever.
+    # were killed, and if the thread failed because of a full disk, the run would block forever.
     # TensorBoard reads files in the order of their names, which contain the time in seconds; the
     # suffix orders files of the same second.
     events = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
@@ -200,7 +204,7 @@ def wandb(
             dir=workdir,
             config=dict(config),
             resume="allow",
-            # Otherwise it captures the output of the process, and with it the live view.
+            # Otherwise wandb captures the output of the process, including the live view.
             settings=library.Settings(console="off"),
         )
     except library.Error as error:

@@ -29,7 +29,7 @@ class NetworkConfig:
       torso: "mlp", or for images [H, W, C] "minatar", "shallow", "nature", "resnet" or the tiny
         "pixels".
       hidden: sizes of the layers of an "mlp" or "pixels"; () passes the flat observation through.
-      activation: of the hidden layers, except in "resnet", which is defined with ReLU.
+      activation: activation of the hidden layers, except in "resnet", which always uses ReLU.
       core: the recurrent layer after the torso: "none", "gru" or "lstm".
       core_size: units of the core.
       shared: whether policy and value share torso and core; otherwise each has its own.
@@ -73,7 +73,7 @@ class Network(NamedTuple):
         ``()`` without a core.
       apply: ``(params, carry, observation [T, B, ...], first [T, B]) -> (carry, policy, value)``
         with distribution parameters ``[T, B, ...]`` and values ``[T, B]``.
-      distribution: makes a distribution of the policy's output.
+      distribution: makes a distribution from the policy's output.
       recurrent: whether there is a core, so that the network must be trained on whole sequences.
     """
 
@@ -97,7 +97,7 @@ def _torso(spec: Spec, config: NetworkConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
 
 
 class Branch(nnx.Module):
-    """Observations ``[T, B, ...]`` -> features ``[T, B, out_size]``: torso, then core if any."""
+    """Observations ``[T, B, ...]`` -> features ``[T, B, out_size]``: a torso, then the core."""
 
     def __init__(self, spec: Spec, config: NetworkConfig, *, rngs: nnx.Rngs):
         self.dtype = DTYPES[config.dtype]
@@ -109,7 +109,7 @@ class Branch(nnx.Module):
 
     def __call__(self, carry: Carry, observation: Array, first: Array) -> tuple[Carry, Array]:
         time, batch = first.shape
-        # The torso has no carry, so time is folded into the batch: convolutions are faster so.
+        # The torso has no carry, so time is folded into the batch, which makes convolutions faster.
         x = observation.reshape(time * batch, *observation.shape[2:])
         x = x.astype(self.dtype) / 255 if x.dtype == jnp.uint8 else x.astype(self.dtype)
         x = self.torso(x).reshape(time, batch, -1)

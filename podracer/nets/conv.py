@@ -58,8 +58,8 @@ def conv(
 
 
 class Pixels(nnx.Module):
-    """An MLP on every fourth pixel of every fourth row: so small that only the environments limit
-    the speed of a run."""
+    """An MLP on every fourth pixel of every fourth row. It is so small that only the environments
+    limit the speed of a run."""
 
     def __init__(
         self,

@@ -70,7 +70,7 @@ def policy_head(
 
 
 def distribution(action: Discrete | Box) -> Distribution:
-    """The function that makes a ``distrax`` distribution of the output of ``policy_head``."""
+    """The function that makes a ``distrax`` distribution from the output of ``policy_head``."""
     if isinstance(action, Discrete):
         return lambda logits: distrax.Categorical(logits=logits)
     event_rank = len(action.shape)

@@ -25,8 +25,8 @@ class Recurrent(nnx.Module):
         """Returns the carry ``[B, size]`` after the last step, and outputs ``[T, B, size]``.
 
         Args:
-          carry: before the first step.
-          x: ``[T, B, in_size]``.
+          carry: the carry before the first step, ``[B, size]``.
+          x: inputs, ``[T, B, in_size]``.
           first: ``[T, B]`` bool, where the carry is zeroed before the step.
         """
 

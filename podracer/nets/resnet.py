@@ -12,7 +12,7 @@ OUT_SIZE = 256
 
 
 class Residual(nnx.Module):
-    """x + conv(relu(conv(relu(x)))), shape kept."""
+    """x + conv(relu(conv(relu(x)))), of the same shape."""
 
     def __init__(self, channels: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.convs = nnx.List(

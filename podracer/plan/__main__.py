@@ -18,7 +18,7 @@ from podracer.plan import chips, estimate, programs, table
 from podracer.plan.estimate import Plan
 from podracer.training import command_line
 
-# Without these, libtpu searches for a TPU of this machine, and locks it to one process.
+# Without these, libtpu looks for a TPU on this machine and locks it for one process.
 ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -64,7 +64,7 @@ def make_plans(
     """
     if not topology:
         raise ConfigError(
-            "--topology is missing; give for example --topology=v5e:4x4, or another one of "
+            "--topology is missing; specify for example --topology=v5e:4x4, or another of "
             f"{', '.join(chips.TOPOLOGIES)}"
         )
     if num_slices <= 0 or envs_per_core < 0:
@@ -105,6 +105,6 @@ def main(argv: Sequence[str]) -> None:
 if __name__ == "__main__":
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
-    # Nothing is executed, so that the accelerators of this machine are left alone.
+    # Nothing is executed, so this machine's accelerators are not used.
     jax.config.update("jax_platforms", "cpu")
     sys.exit(run_command(lambda: main(sys.argv)))

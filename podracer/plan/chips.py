@@ -17,8 +17,8 @@ class Chip(NamedTuple):
     """Published peaks of a whole chip. v2 and v3 chips have two cores, which JAX sees as devices.
 
     Attributes:
-      flops: floating point operations per second in bfloat16, in which JAX by default multiplies
-        float32 matrices on a TPU, too.
+      flops: floating point operations per second in bfloat16, which JAX by default also
+        uses to multiply float32 matrices on a TPU.
       memory: bytes of HBM.
       bandwidth: bytes per second of HBM.
       interconnect: bytes per second to its neighbours in a slice, one way, over all links.
@@ -109,7 +109,7 @@ class Slice(NamedTuple):
 
     @property
     def chips_per_device(self) -> float:
-        """The fraction of a chip that a device is: 0.5 if each core is a device, else 1."""
+        """The number of chips per device: 0.5 if each core is a device, else 1."""
         return self.num_chips / len(self.devices)
 
 
@@ -118,7 +118,7 @@ def get_slice(topology: str, num_slices: int = 1) -> Slice:
 
     Args:
       topology: name of the topology, such as "v5e:4x4".
-      num_slices: number of slices of it.
+      num_slices: number of slices of this topology.
 
     Raises:
       ConfigError: libtpu is missing, or there is no such slice.

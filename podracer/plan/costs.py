@@ -53,8 +53,8 @@ _FREE = {
     "replica-id", "opt-barrier", "add-dependency",
 }  # fmt: skip
 _FREE_CALLS = ("AllocateBuffer", "AssumeGatherIndicesInBound")
-# One operation per element of the result, as XLA counts them. XLA counts exp, log, tanh, ... apart,
-# as transcendentals.
+# One operation per element of the result, as XLA counts them. XLA counts exp, log, tanh, ...
+# separately, as transcendentals.
 _ELEMENTWISE = {
     "abs", "add", "and", "ceil", "clamp", "compare", "convert", "count-leading-zeros", "divide",
     "floor", "is-finite", "maximum", "minimum", "multiply", "negate", "not", "or", "popcnt",
@@ -105,7 +105,7 @@ def _work(kernels: list[Kernel]) -> float:
 
 
 def _is_free(instruction: Instruction) -> bool:
-    """Whether an instruction costs nothing, or its cost is that of the "-start" before it."""
+    """Whether an instruction costs nothing, or its cost is counted at the "-start" before it."""
     opcode = instruction.opcode
     if opcode == "custom-call":
         return any(f'"{name}"' in instruction.attributes for name in _FREE_CALLS)
@@ -175,7 +175,6 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
 
 def _step(module: Module, body: Computation, index: int) -> int | None:
     """The constant that a loop's body adds to element ``index`` of its state; None if none."""
-    """By how much a loop's counter grows, None if not by a constant."""
     if body.root.opcode != "tuple":
         return None
     new = _operation(module, body, body.instructions[body.root.operands[index]])

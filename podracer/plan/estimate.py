@@ -244,7 +244,7 @@ def _divisors(n: int) -> Iterator[int]:
 def _largest_that_fits(
     config: Config, key: str, excess: TooLarge, check: Callable[[Config], TooLarge | None]
 ) -> int | None:
-    """The largest divisor of a size with which a run fits, by few compilations; None if none does.
+    """The largest divisor of a size with which a run fits; None if none does.
 
     Memory is assumed to grow in proportion to the size, so that divisors which can't fit are
     skipped without compiling.
@@ -252,7 +252,7 @@ def _largest_that_fits(
     Args:
       config: config of a run that does not fit.
       key: config key of the size.
-      excess: by how much the run does not fit.
+      excess: the memory that the run needs and the memory that is available.
       check: compiles the run of a config; returns None if it fits.
     """
     size = getattr(config, key)

@@ -29,7 +29,7 @@ class Instruction(NamedTuple):
       opcode: the operation, such as "dot" or "fusion".
       operands: names of the instructions whose results it takes.
       arguments: the text between the parentheses.
-      attributes: the text behind the parentheses.
+      attributes: the text after the parentheses.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Prints plans: a single one with all its numbers, several as a table with one line each."""
+"""Prints plans: one plan with all its numbers, or several as a table with one line each."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,8 +1,8 @@
 """An actor thread: steps a pool of environments, and chooses their actions on an actor device.
 
 https://arxiv.org/abs/2104.06272, section "Sebulba": several threads share an actor device, each
-with a batch of environments of its own, so that one steps its environments while another one's
-actions are computed.
+with a batch of environments of its own, so that one thread steps its environments while the
+actions of another are computed.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ from podracer.types import Array, TimeStep, Trajectory, Weights
 class Schedule(NamedTuple):
     """Which unrolls an actor thread does, and with which weights.
 
-    Unroll n supplies update n, so both count from the beginning of the run.
+    Unroll n supplies the data of update n; both are numbered from the beginning of the run.
 
     Attributes:
-      first: number of the first unroll; as many updates have been done before.
-      end: number after that of the last unroll.
-      length: T, steps of an unroll.
+      first: number of the first unroll, and of updates done before it.
+      end: number of the last unroll plus 1.
+      length: steps of an unroll (T).
       lag: unroll n acts with the weights after max(first, n - lag) updates, whatever the timing;
         None acts with the newest weights.
     """
@@ -66,8 +66,8 @@ class ActorThread:
           pool: the pool of these environments.
           functions: acting, compiled for the device (see ``program.make_actor_functions``).
           schedule: which unrolls to do.
-          parameters: where weights come from.
-          trajectories: where trajectories go to.
+          parameters: server that the weights come from.
+          trajectories: queue that the trajectories are put into.
           pauses: measures the learner's pauses.
           supervisor: watches the thread.
         """
@@ -84,7 +84,7 @@ class ActorThread:
                 version, weights = self._get_weights(n)
                 state, parts = self._unroll(weights, state, n)
                 self._put_trajectory(parts, version)
-                # Frees the device memory of what the learner is done with.
+                # Frees device memory that the learner no longer needs.
                 del weights, parts
         finally:
             self._pool.close()
@@ -105,7 +105,7 @@ class ActorThread:
             arrival = self._step(action)
             self._supervisor.beat("acting", on_device=True)
             with self._clock.measure(INFERENCE):
-                # Takes numpy arrays: a transfer of its own would cost as much again as the call.
+                # Takes numpy arrays: a separate transfer would cost as much as the call itself.
                 unroll, action = self._functions.act(weights, unroll, arrival)
         arrival = self._step(action)
         self._supervisor.beat("sending its trajectory", on_device=True)
@@ -131,7 +131,7 @@ class ActorThread:
 
     @contextlib.contextmanager
     def _wait_for_learner(self) -> Iterator[None]:
-        """Measures a wait for the learner, apart from the pauses that fall into it."""
+        """Measures a wait for the learner, and separately the pauses that fall into it."""
         with self._clock.measure(WAIT):
             before = self._pauses.seconds()
             yield

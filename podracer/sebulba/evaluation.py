@@ -22,7 +22,7 @@ class EvaluationThread:
         """Starts the thread.
 
         Args:
-          setup: the run.
+          setup: setup of the run.
           supervisor: watches the thread.
           heartbeat: called before each step of the environments.
         """

@@ -23,7 +23,7 @@ from podracer.types import Device, Row, Weights
 class Learner:
     """Takes trajectories in the order of the threads, whatever the order in which they arrive.
 
-    Its device work is done by a worker thread, so that the main thread notices when that hangs.
+    A worker thread does the work on devices, so that the main thread notices if it hangs.
 
     Attributes:
       version: number of updates done, and version of the published weights.
@@ -43,9 +43,9 @@ class Learner:
         """Publishes nothing yet.
 
         Args:
-          setup: the run.
+          setup: setup of the run.
           update: the compiled update.
-          parameters: where weights are published.
+          parameters: server that publishes the weights.
           queues: the trajectory queue of each actor thread.
           pauses: measures the time between two calls of ``step``.
           supervisor: watches the worker thread.
@@ -81,7 +81,7 @@ class Learner:
                 learn = partial(self._learn, state, taken)
                 state, weights, metrics = self._worker.call("updating", learn)
             losses.append(metrics)
-            # Before actors act with these weights: the errors that follow would hide the cause.
+            # Before actors use these weights: the errors that follow would hide the cause.
             check_finite({name: x[None] for name, x in metrics.items()}, self.version, self._sizes)
             lags += [self.version - output.version for output in taken]
             outputs += [output._replace(parts=()) for output in taken]
@@ -97,7 +97,7 @@ class Learner:
         row = {
             "actor/restarts": int(restarts),
             **self._timing_row(outputs, lags),
-            # The training loop would measure it one call late.
+            # The training loop would measure this one call late.
             "time/steps_per_second": len(losses) * self._sizes.steps_per_update / seconds,
         }
         self._pauses.pause()
@@ -108,7 +108,7 @@ class Learner:
         self, state: SebulbaState, taken: Sequence[ActorOutput]
     ) -> tuple[SebulbaState, Weights, Any]:
         """Does one update, and copies its metrics to the host."""
-        # The training loop's guard does not hold in this thread.
+        # The training loop's transfer guard does not apply to this thread.
         with jax.transfer_guard("disallow"), self._supervisor.measure_update():
             trajectories = tuple(
                 mesh_lib.from_parts(output.parts, self._setup.mesh, TRAJECTORY_SPECS)

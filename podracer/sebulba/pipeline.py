@@ -1,4 +1,4 @@
-"""What travels between actor threads and learner: trajectories one way, weights the other."""
+"""What actor threads and learner exchange: trajectories one way, weights the other."""
 
 import threading
 import time
@@ -14,7 +14,7 @@ class ActorOutput(NamedTuple):
 
     Attributes:
       parts: the trajectory, one part on each of the host's learner devices.
-      version: version of the weights that it was acted with.
+      version: version of the weights that the actor used.
       episodes: numpy sums over the games that ended during the unroll.
       restarts: how often the thread's pool has been rebuilt so far.
       seconds: what the thread's time was spent on, see ``timing``.
@@ -45,7 +45,7 @@ class ParameterServer:
 
         Args:
           version: number of updates that made the weights.
-          weights: the weights by actor device, where their transfer must have ended.
+          weights: the weights by actor device, to which their transfer must have ended.
         """
         with self._changed:
             self._versions[version] = weights
@@ -72,10 +72,10 @@ class ParameterServer:
 
 
 class PauseTimer:
-    """Measures the time in which the learner pauses, as the training loop evaluates or saves.
+    """Measures the time for which the learner pauses while the training loop evaluates or saves.
 
-    Actor threads soon have to wait then, but a faster learner would not shorten that wait. The
-    learner begins with a pause, which ends with its first update.
+    During a pause, actor threads soon have to wait, but a faster learner would not shorten that
+    wait. The learner begins with a pause, which ends with its first update.
     """
 
     def __init__(self):

@@ -21,8 +21,8 @@ NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 class RestartingPool:
     """A pool that is rebuilt when it fails, up to a number of times within a period.
 
-    A rebuilt pool begins episodes although none has ended, and transitions to such a first
-    observation are exactly those that ``agents.returns`` cuts: the lost steps teach nothing.
+    A rebuilt pool begins episodes although none has ended. Transitions to such a first observation
+    are exactly those that ``agents.returns`` cuts, so the lost steps are not learned from.
 
     Attributes:
       restarts: how often the pool has been rebuilt.
@@ -43,8 +43,8 @@ class RestartingPool:
           make_pool: ``(restarts) -> Pool``.
           batch: number of environments of the pool.
           options: how often the pool may be rebuilt.
-          supervisor: watches the thread that steps the pool, and prints the errors that it is
-            rebuilt after.
+          supervisor: watches the thread that steps the pool, and prints the errors after which
+            the pool is rebuilt.
         """
         self._make_pool, self._options, self._supervisor = make_pool, options, supervisor
         self.restarts = 0
@@ -80,7 +80,7 @@ class RestartingPool:
                 return self.reset()
             except Exception as error:
                 failure = error
-        failure.add_note(f"(the pool was rebuilt {self._limit()} before)")
+        failure.add_note(f"(the pool had already been rebuilt {self._limit()})")
         raise failure
 
     def _may_restart(self) -> bool:
@@ -90,7 +90,7 @@ class RestartingPool:
         return len(self._restarted_at) < self._options.max_restarts
 
     def _warn(self, failure: Exception) -> None:
-        """Prints an error that the pool is rebuilt after, if none like it was printed before."""
+        """Prints an error after which the pool is rebuilt, unless one like it was printed."""
         self._supervisor.warn_once(
             f"{type(failure).__qualname__}: {NUMBER.sub('#', str(failure))}",
             f"thread {threading.current_thread().name!r} rebuilds its pool, at most "

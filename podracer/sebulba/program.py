@@ -67,7 +67,7 @@ class LearnerFunctions(NamedTuple):
 
 
 def copy_weights(weights: Weights) -> Weights:
-    """A copy in memory of its own."""
+    """A copy of the weights in separate memory."""
     return jax.tree.map(jnp.copy, weights)
 
 
@@ -105,7 +105,7 @@ def make_learner_functions(
 
 
 def lower_update(functions: LearnerFunctions, state: Any, trajectories: Any) -> jax.stages.Lowered:
-    """The update, lowered for these arguments or shapes of them; the state is donated."""
+    """The update, lowered for these arguments or their shapes; the state is donated."""
     return jax.jit(functions.update, donate_argnums=0).lower(state, trajectories)
 
 

@@ -24,7 +24,7 @@ from podracer.xla_cpu import malloc, prng
 
 
 class SebulbaSetup(NamedTuple):
-    """Everything that a run consists of before anything is compiled or started.
+    """A run before anything is compiled or started.
 
     Attributes:
       config: the run's configuration.
@@ -220,7 +220,7 @@ def make_actors(setup: SebulbaSetup, first_update: int = 0) -> list[Actor]:
     whose numbers follow those of the hosts before it.
 
     Args:
-      setup: the run.
+      setup: setup of the run.
       first_update: the update at which the run starts or resumes.
     """
     config, num_threads = setup.config, setup.num_threads
@@ -243,7 +243,7 @@ def make_actors(setup: SebulbaSetup, first_update: int = 0) -> list[Actor]:
 
 
 def _make_pool(setup: SebulbaSetup, env_ids: np.ndarray, first_update: int, restarts: int) -> Pool:
-    """A pool of these environments, whose seeds no earlier pool of the run had."""
+    """A pool of these environments, with seeds that no earlier pool of the run had."""
     seeds = pool_seeds(setup.config, env_ids, restarts, first_update, jax.process_count())
     cores_per_thread = max(1, config_lib.cpu_cores() // setup.num_threads)
     return setup.env.make_pool(seeds, setup.config.sebulba.pool_threads or cores_per_thread)

@@ -1,6 +1,6 @@
 """Supervised threads: how they start, wait for each other, fail and stop.
 
-No wait is endless: while a thread waits for another one it checks regularly whether the run stops.
+No wait is endless: a thread that waits for another one regularly checks whether the run stops.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ class Stopped(BaseException):
     """Ends a thread because the run stops.
 
     Like ``KeyboardInterrupt`` it is not an ``Exception``: code that retries after a failure must
-    not take it for one.
+    not treat it as one.
     """
 
 
@@ -50,9 +50,9 @@ class HangLimits:
 
     Activities on the host, such as a step of a pool, have a fixed limit. Activities on a device may
     be queued behind an update, which takes milliseconds or many minutes, depending on the network,
-    the batch and the device. Their limit is a multiple of the longest update so far, and before the
-    end of the first update a generous one of its own. A device that never answers is therefore
-    always noticed.
+    the batch and the device. Their limit is a multiple of the longest update so far; until the
+    first update has ended, there is a separate, generous limit. A device that never answers is
+    therefore always noticed.
     """
 
     # Updates of one run differ: those that reach ``ppo.target_kl`` stop early.
@@ -62,8 +62,8 @@ class HangLimits:
         """No update has been measured yet.
 
         Args:
-          timeout_s: the limit of activities on the host, and the least limit of those on a device.
-          first_update_timeout_s: the limit of activities on a device until an update was measured.
+          timeout_s: limit of activities on the host, and lowest limit of those on a device.
+          first_update_timeout_s: limit of activities on a device until an update was measured.
           shared: whether several processes share the run. An update may then wait for another
             process, and ``distributed.watchdog`` limits that wait.
         """
@@ -98,7 +98,7 @@ class Activity(NamedTuple):
     Attributes:
       name: what it is, for the error message.
       since: when it began.
-      on_device: whether a device does it.
+      on_device: whether it runs on a device.
     """
 
     name: str
@@ -113,8 +113,8 @@ class Supervisor:
     if one has failed, even after its last trajectory. Threads are daemons, because one that hangs
     in C++ can't be ended and must not keep the process alive.
 
-    The main thread checks all threads while it waits for one of them. Whatever it would have to
-    wait for is therefore done by a thread, see ``WorkerThread``.
+    The main thread checks all threads while it waits for one of them. Work that it would have to
+    wait for is therefore done in a thread, see ``WorkerThread``.
     """
 
     def __init__(
@@ -126,16 +126,16 @@ class Supervisor:
         """Starts nothing yet.
 
         Args:
-          limits: after how many seconds an activity counts as a hang.
+          limits: time limits after which an activity counts as a hang.
           warn: prints a warning; called from any thread.
-          now: the time in seconds.
+          now: ``() ->`` the time in seconds.
         """
         self._stopping = threading.Event()
         self._limits, self._warn, self.now = limits, warn, now
         self._warned: set[str] = set()
         self._warning = threading.Lock()
         self._threads: dict[str, threading.Thread] = {}
-        # What each thread does that doesn't wait for another one.
+        # The activity of each thread that is not waiting for another one.
         self._activities: dict[str, Activity] = {}
         self._failure: tuple[str, BaseException] | None = None
 
@@ -158,11 +158,11 @@ class Supervisor:
             self._activities.pop(name, None)
 
     def beat(self, activity: str, *, on_device: bool = False) -> None:
-        """Notes what the calling thread does from now on; the next call must follow in time.
+        """Records what the calling thread does from now on; the next call must follow in time.
 
         Args:
           activity: what the thread does, for the error message if it hangs.
-          on_device: whether a device does it, where it may wait for an update.
+          on_device: whether it runs on a device, where it may wait for an update.
 
         Raises:
           Stopped: the run stops.
@@ -172,11 +172,11 @@ class Supervisor:
         self._activities[name] = Activity(activity, self.now(), on_device)
 
     def begin_wait(self) -> None:
-        """Notes that the calling thread waits for another one, which is no hang of its own."""
+        """Records that the calling thread waits for another one, which does not count as a hang."""
         self._activities.pop(threading.current_thread().name, None)
 
     def check_wait(self) -> None:
-        """Checks whether the calling thread may wait on; to be called every ``POLL_S`` seconds.
+        """Checks whether the calling thread may keep waiting; called every ``POLL_S`` seconds.
 
         Raises:
           Stopped: in a thread, when the run stops.
@@ -195,7 +195,7 @@ class Supervisor:
         self._limits.add_update(self.now() - start)
 
     def warn_once(self, cause: str, text: str) -> None:
-        """Prints a warning from any thread, unless there was one of the same cause before."""
+        """Prints a warning from any thread, unless there was one with the same cause before."""
         with self._warning:
             known = cause in self._warned
             self._warned.add(cause)
@@ -272,7 +272,7 @@ class SupervisedQueue(Generic[T]):
 class WorkerThread:
     """A thread that executes calls for the main thread, one after another.
 
-    The main thread waits for each of them, and meanwhile notices signals and threads that fail.
+    The main thread waits for each call, and meanwhile notices signals and threads that fail.
     """
 
     def __init__(
@@ -289,7 +289,7 @@ class WorkerThread:
           supervisor: starts and watches the thread.
           name: the thread's name.
           close: called in the thread when it ends.
-          on_device: whether a device does what is called, where it may wait for an update.
+          on_device: whether the calls run on a device, where they may wait for an update.
         """
         self._supervisor, self._close, self._on_device = supervisor, close, on_device
         self._calls: SupervisedQueue[tuple[str, Callable[[], Any]]] = SupervisedQueue(supervisor)
@@ -312,7 +312,7 @@ class WorkerThread:
     def _run(self) -> None:
         try:
             while True:
-                # No local variable keeps the function, and with it a trajectory, in memory.
+                # No local variable: it would keep the function, and its trajectory, in memory.
                 self._results.put(self._execute(*self._calls.get()))
         finally:
             self._close()

@@ -6,8 +6,8 @@ from typing import Any
 from podracer.types import Row
 
 # An actor thread's time. Observations travel with the call that acts on them, which counts as
-# inference; "transfer" is the transfer of trajectories to the learner devices. "wait" is for the
-# learner at work, "pause" while the training loop evaluates or saves.
+# inference; "transfer" is the transfer of trajectories to the learner devices. "wait" is time spent
+# waiting for the learner to work, "pause" for the training loop to evaluate or save.
 ENVIRONMENT, INFERENCE, TRANSFER = "environment", "inference", "transfer"
 WAIT, PAUSE = "wait", "pause"
 # The learner's time.
@@ -17,7 +17,7 @@ SMALL_SHARE = 0.1
 
 
 def report(rows: Sequence[Row], steps_per_update: int) -> dict[str, Any]:
-    """What a run's time was spent on, including all times it was resumed, with advice.
+    """What the time of a run, over all its starts, was spent on, with advice.
 
     Args:
       rows: all of the run's rows of metrics; their seconds are means per update.

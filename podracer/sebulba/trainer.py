@@ -1,4 +1,4 @@
-"""Trains by Sebulba: compiles, starts the threads, and runs the training loop."""
+"""Trains with Sebulba: compiles, starts the threads, and runs the training loop."""
 
 from collections.abc import Callable
 from functools import partial
@@ -106,7 +106,7 @@ def compile_programs(setup: SebulbaSetup) -> CompiledPrograms:
 
 
 def make_supervisor(options: SebulbaConfig, warn: Callable[[str], None]) -> Supervisor:
-    """The supervisor of a run's threads; ``warn`` prints a warning, called from any thread."""
+    """The supervisor of a run's threads; ``warn`` prints a warning and is thread-safe."""
     shared = jax.process_count() > 1
     limits = HangLimits(options.timeout_s, options.first_update_timeout_s, shared=shared)
     return Supervisor(limits, warn)
@@ -123,8 +123,8 @@ def start_threads(
     """Starts the actor threads and the learner, and publishes the first weights.
 
     Args:
-      setup: the run.
-      compiled: its compiled functions.
+      setup: setup of the run.
+      compiled: the compiled functions of the run.
       state: the learner's state, initial or restored.
       supervisor: watches the threads.
       first_update: the update at which the run starts or resumes.

@@ -1,8 +1,8 @@
 """Paths of workdirs, in folders and in buckets of Google Cloud Storage (``gs://bucket/run``).
 
-Objects in a bucket can't be appended to, locked or renamed. So a run writes its files into a local
-folder, and a ``Mirror`` copies what has changed into the bucket: before each checkpoint, at the
-end, and from time to time so that progress can be followed. Orbax writes checkpoints directly.
+Objects in a bucket can't be appended to, locked or renamed. A run therefore writes its files into a
+local folder, and a ``Mirror`` copies what has changed into the bucket: before each checkpoint, at
+the end, and from time to time so that progress can be followed. Orbax writes checkpoints directly.
 """
 
 import errno
@@ -25,8 +25,8 @@ from podracer.storage import retry
 
 # Names the process that holds a workdir; a file of this name is never copied.
 LOCK = "lock"
-# The time between two copies for following the progress: at least this many seconds, and at least
-# this many times what the last copy took.
+# The time between two copies that only show progress: at least this many seconds, and at least this
+# many times the duration of the last copy.
 COPY_S, COPY_TIMES = 30.0, 20.0
 
 
@@ -34,19 +34,20 @@ def locate(path: epath.PathLike) -> epath.Path:
     """The path of a workdir, in a folder or a bucket.
 
     Raises:
-      ConfigError: it is in neither, or the packages that reach a bucket are not installed.
+      ConfigError: it is in neither, or the packages that access a bucket are not installed.
     """
     text = os.fspath(path)
     scheme, separator, rest = text.partition(":/")
     if not separator or "/" in scheme:
         return epath.Path(path)
-    # pathlib.Path takes a slash away.
+    # pathlib.Path turns gs:// into gs:/.
     bucket, _, folder = rest.strip("/").partition("/")
     if scheme != "gs" or not bucket or not folder:
         raise ConfigError(
             f"workdir {text!r} must be a folder or gs://BUCKET/FOLDER; no other store is supported"
         )
-    # Only to see that they are there. What Google shares between packages no type checker finds.
+    # Imported only to check that they are installed. Type checkers do not find google.cloud, a
+    # namespace that several packages share.
     try:
         import gcsfs  # noqa: F401
         import google.cloud.storage  # noqa: F401  # pyright: ignore[reportMissingImports]
@@ -69,8 +70,8 @@ def holds(path: epath.PathLike) -> bool:
 
 
 def exists(path: epath.Path) -> bool:
-    """Whether a file or folder exists. Unlike ``Path.exists``, which takes any error for a no, it
-    raises an error that leaves the answer open."""
+    """Whether a file or folder exists. Unlike ``Path.exists``, which answers no after any error,
+    this raises errors that leave the question open."""
     if holds(path):
         return path.exists()
     try:
@@ -88,17 +89,17 @@ def read(path: epath.Path, errors: str = "strict") -> str:
       errors: how bytes that are not UTF-8 are handled, as in ``bytes.decode``.
 
     Raises:
-      ConfigError: it may not be read.
+      ConfigError: permission to read it is missing.
       TransientError: it can't be read at present.
       OSError: there is no such file.
-      UnicodeDecodeError: it is not a text.
+      UnicodeDecodeError: it is not valid text.
     """
     return retry.call(f"{path} can't be read", path.read_bytes).decode(errors=errors)
 
 
 def write(path: epath.Path, text: str) -> None:
     """Writes a file so that a reader finds either its old content or the new one, even after a
-    power failure. Raises errors of storage as they are."""
+    power failure. Storage errors are raised unchanged."""
     if holds(path):
         path.write_text(text)
         return
@@ -112,7 +113,7 @@ def write(path: epath.Path, text: str) -> None:
 
 
 def _sync_folder(path: epath.Path) -> None:
-    """Makes the names of files durable, on the file systems that can."""
+    """Makes the names of files durable, on file systems that support it."""
     folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -132,7 +133,7 @@ def move(source: epath.Path, target: epath.Path, last: str = "") -> None:
       last: file of the folder that is deleted last.
 
     Raises:
-      ConfigError: it may not be moved.
+      ConfigError: permission to move it is missing.
       TransientError: it can't be moved at present.
     """
 
@@ -160,11 +161,11 @@ def _move_objects(source: epath.Path, target: epath.Path, last: str) -> None:
 class Mirror:
     """A local folder whose new files are copied into a workdir in a bucket.
 
-    The process that started last holds the workdir; one that held it before notices this when it
-    copies the next time, and ends. So a run that was killed can be resumed at once, and two
+    The process that started last holds the workdir. A process that held it before notices this when
+    it copies next, and ends. A run that was killed can therefore be resumed immediately, and two
     processes never write for long.
 
-    Methods raise errors of storage as the stores' clients do, see ``retry``.
+    Methods raise the storage errors of the store's client library, see ``retry``.
 
     Attributes:
       local: the folder.
@@ -174,8 +175,8 @@ class Mirror:
         """Makes the local folder.
 
         Args:
-          path: of the workdir.
-          log: called with a line of text where something goes wrong without ending the run.
+          path: path of the workdir.
+          log: called with a line of text if something goes wrong without ending the run.
         """
         self._path, self._log = path, log
         self._holder = f"{socket.gethostname()}, process {os.getpid()} ({uuid.uuid4().hex})"
@@ -191,13 +192,13 @@ class Mirror:
             return
         from google.cloud import storage  # pyright: ignore[reportAttributeAccessIssue]
 
-        # Orbax does this for each checkpoint, and it needs a permission that writing does not.
+        # Orbax does this for each checkpoint. It needs a permission that writing does not need.
         storage.Client().get_bucket(self._path.parts[2])
         before = self._read_lock()
         self._write_lock()
         self._held = True
         if before not in (None, self._holder):
-            self._log(f"{self._path} was held by {before}, which will end if it still runs")
+            self._log(f"{self._path} was held by {before}, which will end if it is still running")
 
     def _read_lock(self) -> str | None:
         try:
@@ -225,12 +226,12 @@ class Mirror:
                 self._copied[name] = self._stamp(name)
 
     def _stamp(self, name: str) -> tuple[int, int]:
-        """A file's size and time of change."""
+        """A file's size and modification time."""
         stat = (self.local / name).stat()
         return stat.st_size, stat.st_mtime_ns
 
     def _new(self) -> Iterator[tuple[str, tuple[int, int]]]:
-        """Files that have changed since they were copied."""
+        """The names and stamps of files that have changed since they were copied."""
         for file in sorted(self.local.rglob("*")):
             name = str(file.relative_to(self.local))
             if file.is_file() and not file.is_symlink() and name != LOCK:
@@ -239,7 +240,7 @@ class Mirror:
                     yield name, stamp
 
     def copy(self) -> bool:
-        """Copies what is new into the bucket.
+        """Copies new and changed files into the bucket.
 
         Returns:
           Whether the workdir had been deleted, so that everything was copied.
@@ -251,7 +252,7 @@ class Mirror:
         try:
             holder = self._read_lock()
             if holder not in (None, self._holder):
-                raise DisplacedError(f"{self._path} now belongs to another run, of {holder}")
+                raise DisplacedError(f"{self._path} now belongs to another run, that of {holder}")
             if holder is None:
                 self._copied.clear()
                 self._write_lock()
@@ -264,8 +265,8 @@ class Mirror:
         return holder is None
 
     def copy_if_due(self) -> None:
-        """Copies so that progress can be followed, if the last copy is old enough. Raises
-        ``DisplacedError`` as ``copy`` does; an error of storage is logged."""
+        """Copies if the last copy is old enough, so that progress can be followed. Raises
+        ``DisplacedError`` as ``copy`` does; a storage error is logged."""
         if time.monotonic() < self._due:
             return
         try:
@@ -283,7 +284,7 @@ class Mirror:
                 self.copy()
                 self._files.rm_file(f"{self._path}/{LOCK}")
         except Exception as error:
-            # Any error: the run has ended, and these files exist nowhere else.
+            # Any error, because the run has ended and these files exist nowhere else.
             self._log(f"files that {self._path} lacks are in {self.local}: {retry.reason(error)}")
         else:
             shutil.rmtree(self.local.parent)

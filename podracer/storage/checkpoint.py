@@ -35,14 +35,14 @@ class Checkpoints:
     ):
         """Reads and writes nothing yet.
 
-        A save that fails does not end a run of one process. Of several, only one may have failed,
-        and the others wait for it: its error ends them all.
+        A failed save does not end a run of one process. With several processes, it may have failed
+        in only one of them, for which the others wait; its error then ends all.
 
         Args:
-          workdir: of the run.
-          keep: how many of the newest checkpoints stay, beside the best one.
-          log: called with a line of text where something goes wrong without ending the run.
-          processes: save and restore their parts together.
+          workdir: workdir of the run.
+          keep: number of newest checkpoints to keep, in addition to the best one.
+          log: called with a line of text if something goes wrong without ending the run.
+          processes: the processes of the run, which save and restore together.
         """
         self._workdir, self._keep, self._log = workdir, keep, log
         self._processes = processes
@@ -64,10 +64,10 @@ class Checkpoints:
         Raises:
           SaveError: there are checkpoints, but all are damaged.
           TransientError: a checkpoint can't be read at present.
-          ConfigError: a checkpoint may not be read.
+          ConfigError: permission to read a checkpoint is missing.
         """
         folder = self._workdir / FOLDER
-        # Other processes may see older ones, or not all.
+        # Other processes may see older checkpoints, or not all of them.
         steps = self._processes.broadcast(
             lambda: self._reading(folder, lambda: files.list_steps(folder))
         )
@@ -111,10 +111,10 @@ class Checkpoints:
     def _read_scores(
         self, steps: list[int]
     ) -> tuple[list[tuple[int, float]], list[tuple[int, str]]]:
-        """The scores of checkpoints, and why that of a checkpoint can't be read.
+        """The scores of checkpoints by number, and the reasons why others can't be read.
 
-        Orbax reads the scores of all checkpoints in order to decide which ones stay: a damaged one
-        would make each save fail.
+        Orbax reads the scores of all checkpoints to decide which ones to keep, so a damaged score
+        would make every save fail.
         """
         folder = self._workdir / FOLDER
         scores, damaged = [], []
@@ -130,11 +130,11 @@ class Checkpoints:
     def _load(
         self, step: int, shapes: Mapping[str, Any]
     ) -> tuple[tuple[Mapping[str, Array], Progress] | None, str]:
-        """The arrays and the progress of a checkpoint; or None, and why it is damaged."""
+        """The arrays and the progress of a checkpoint; if it is damaged, None and the reason."""
         read, reason = self._together(lambda: self._read(step, shapes))
         if reason:
             return None, reason
-        # One sum over all devices, which no process may miss.
+        # A sum over all devices, in which every process must take part.
         progress, reason = self._together(lambda: files.verify(*read))
         return (None, reason) if reason else ((read[0], progress), "")
 
@@ -143,9 +143,9 @@ class Checkpoints:
         return self._reading(folder / str(step), lambda: files.read(folder, step, shapes))
 
     def _together(self, make: Callable[[], Any]) -> tuple[Any, str]:
-        """What a function returns here, and the damage that it found in any process; "" for none.
+        """What a function returns here, and the damage that any process has found; "" for none.
 
-        Any other error ends this process, and by that the others.
+        Any other error ends this process, and thereby the others.
         """
         made, reason = None, ""
         try:
@@ -178,19 +178,19 @@ class Checkpoints:
         return score > self._best
 
     def save(self, state: ArrayTree, progress: Progress, score: float | None) -> None:
-        """Saves a state while training continues. If that fails, it is logged, and older
-        checkpoints stay.
+        """Saves a state while training continues. A failure is logged, and older checkpoints are
+        kept.
 
         Args:
-          state: may be donated as soon as this returns.
+          state: the state to save; it may be donated as soon as this returns.
           progress: how far the run has come; ``best`` is added here.
           score: the mean return of the evaluation of this state, if that is the best so far.
 
         Raises:
-          SaveError, TransientError: this save or the one before has failed, and other processes
+          SaveError, TransientError: this save or the previous one has failed, and other processes
             wait for this one.
         """
-        # The checkpoint before has to be complete first.
+        # The previous checkpoint must be complete first.
         self._wait()
         try:
             folder = self._workdir / FOLDER
@@ -205,7 +205,7 @@ class Checkpoints:
                 manager.close()
                 self._manager = None
             self._failed, self._unconfirmed = None, score
-        except Exception as error:  # Any: training continues without this checkpoint.
+        except Exception as error:  # Of any type: training continues without this checkpoint.
             self.record_failure(error)
 
     def _wait(self) -> None:
@@ -213,18 +213,19 @@ class Checkpoints:
         try:
             if self._manager is not None:
                 self._manager.wait_until_finished()
-        except Exception as error:  # As above; errors of the background appear here.
+        except Exception as error:  # As above; errors of background threads appear here.
             self.record_failure(error)
         if self._unconfirmed is not None:
             self._best, self._unconfirmed = self._unconfirmed, None
 
     def record_failure(self, error: Exception) -> None:
-        """Notes that a checkpoint was not written because of this error.
+        """Records that a checkpoint was not written because of this error.
 
         Raises:
           SaveError, TransientError: other processes wait for this one.
         """
-        # This manager counts on the checkpoint that it began to write: the next save opens another.
+        # This manager still expects the checkpoint that it began to write, so the next save opens a
+        # new one.
         self._manager, self._unconfirmed = None, None
         self._failed = retry.final_error(
             "the last checkpoint could not be written", error, SaveError
@@ -246,7 +247,7 @@ class Checkpoints:
         try:
             self._wait()
         except Exception as error:
-            # The run has ended already, perhaps by another error.
+            # The run has ended already, perhaps with another error.
             self._log(str(error))
         if self._manager is not None:
             self._manager.close()
@@ -258,17 +259,17 @@ def load_weights(
     """The weights of a run.
 
     Args:
-      workdir: of the run.
-      which: "last", or "best" by its evaluations.
-      like: arrays or shapes, which must be those of the run.
-      processes: that all load them; None if this process is alone.
+      workdir: workdir of the run.
+      which: "last", or "best" according to the run's evaluations.
+      like: arrays or shapes of the expected weights.
+      processes: the processes that load the weights together; None if this one is alone.
 
     Returns:
       The weights, on the default device or placed as ``like`` is, and the number of updates that
       made them.
 
     Raises:
-      ConfigError: there are none, they have other shapes, or they are damaged.
+      ConfigError: there are no weights, they have other shapes, or they are damaged.
       TransientError: they can't be read at present.
     """
     if which not in WHICH:

@@ -1,8 +1,8 @@
 """Checkpoints as files: what a folder ``checkpoints/UPDATE`` of a workdir holds.
 
-It has an item for the weights, one for the rest of the state, one for the run's progress, and one
-for the score of its evaluation. Orbax writes it under another name and renames it once it is
-complete; in a bucket, Orbax adds a file that says so.
+The folder has one item for the weights, one for the rest of the state, one for the run's progress
+and one for the score of its evaluation. Orbax writes it under another name and renames it once it
+is complete; in a bucket, Orbax instead adds a file when it is complete.
 """
 
 import json
@@ -34,13 +34,13 @@ _RENAMED = {"rollout/carry/network": "rollout/carry/memory"}
 
 
 class Progress(NamedTuple):
-    """How far a run has come: what a checkpoint holds beside arrays.
+    """The progress of a run: what a checkpoint holds besides arrays.
 
     Attributes:
       update: the number of updates done.
       wall_time: seconds so far, over all starts of the run.
-      seconds: how many of them were spent on what, by name.
-      best: the highest mean return of an evaluation whose weights are saved; None before one.
+      seconds: how many of these seconds were spent on each activity, by name.
+      best: the highest mean return of an evaluation whose weights are saved; None if there is none.
       pending: the last update's row of metrics, if the run stopped before its evaluation was done.
     """
 
@@ -54,7 +54,7 @@ class Progress(NamedTuple):
 def list_steps(folder: epath.Path) -> list[int]:
     """The complete checkpoints of a folder, newest first."""
     try:
-        # Orbax would take a folder that can't be read for an empty one.
+        # Orbax would treat a folder that can't be read as empty.
         names = [path.name for path in folder.iterdir()]
     except FileNotFoundError:
         return []
@@ -101,7 +101,7 @@ def describe(
 
 
 def _split(named: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The two items of arrays: the weights, named as in a tree of their own, and the rest."""
+    """The two items of arrays: the weights, with names that omit the prefix, and the rest."""
     items: dict[str, dict[str, Any]] = {WEIGHTS: {}, REST: {}}
     for name, x in named.items():
         short = name.removeprefix(_PREFIX)
@@ -119,13 +119,13 @@ def read(
     """Reads a checkpoint.
 
     Args:
-      folder: with checkpoints.
+      folder: folder of the checkpoints.
       step: the checkpoint's number of updates.
-      shapes: the arrays to read, by name, and how they are placed.
+      shapes: shapes and placement of the arrays to read, by name.
 
     Returns:
       The arrays, of which each process reads what its devices hold, and the progress with the
-      checksum as they are in JSON.
+      checksum, as in the JSON file.
     """
     with open_manager(folder, writes=False) as manager:
         names = _saved_names(manager, step, shapes)
@@ -165,7 +165,7 @@ def read_weights(
     """The weights of a checkpoint by name, placed as ``shapes`` are.
 
     Raises:
-      ShapeError: they have other shapes.
+      ShapeError: the saved weights have other shapes.
     """
     with open_manager(folder, writes=False) as manager:
         saved = manager.item_metadata(step)[WEIGHTS]
@@ -187,8 +187,8 @@ def write(
     """Begins to write a checkpoint; Orbax does the rest in the background.
 
     Args:
-      manager: of ``open_manager``.
-      state: may be donated as soon as this returns.
+      manager: a manager from ``open_manager``.
+      state: the state to save; it may be donated as soon as this returns.
       progress: how far the run has come.
       score: the mean return of the evaluation of this state, if there was one.
     """
@@ -196,8 +196,8 @@ def write(
     content = {**progress._asdict(), "checksum": int(jax.device_get(checksum(arrays)))}
     items = {k: ocp.args.StandardSave(x) for k, x in _split(arrays).items()}
     arguments = ocp.args.Composite(**items, **{PROGRESS: ocp.args.JsonSave(content)})
-    # Orbax copies the arrays to the host in this thread by implicit transfers, which JAX's guard
-    # checks on a TPU and a GPU but never on a CPU, where nothing has to be copied.
+    # Orbax copies the arrays to the host in this thread with implicit transfers. JAX's guard checks
+    # them on TPUs and GPUs but never on CPUs, where nothing has to be copied.
     with jax.transfer_guard_device_to_host("allow"):
         manager.save(progress.update, args=arguments, metrics={"score": score}, force=True)
 
@@ -205,11 +205,11 @@ def write(
 def amend(folder: epath.Path, progress: Progress, score: float | None) -> bool:
     """Replaces the progress and the score of a complete checkpoint, whose arrays stay.
 
-    A run that was stopped during an evaluation has saved this state already when its next start
-    has evaluated it.
+    A run that was stopped during an evaluation has already saved the state that its next start
+    evaluates.
 
     Args:
-      folder: with checkpoints.
+      folder: folder of the checkpoints.
       progress: the new progress.
       score: the new score; None leaves it as it is.
 
@@ -233,13 +233,14 @@ def open_manager(
 ) -> ocp.CheckpointManager:
     """Orbax's manager of a folder of checkpoints.
 
-    Where processes are named, they meet at JAX's coordinator, and not in a collective over all
-    devices: on CPUs that may still be running on some devices when the next one begins on others.
+    If processes are named, Orbax synchronises them through JAX's coordinator instead of with a
+    collective over all devices. On CPUs, such a collective may still be running on some devices
+    when the next one begins on others.
 
     Args:
-      folder: with checkpoints; must exist.
-      keep: how many of the newest checkpoints stay, beside the one with the highest score.
-      writes: all processes write together; otherwise each one reads for itself.
+      folder: folder of the checkpoints; must exist.
+      keep: number of newest checkpoints to keep, in addition to the one with the highest score.
+      writes: whether all processes write together; otherwise each one reads by itself.
     """
     processes = ocp.options.MultiprocessingOptions()
     if jax.process_count() > 1:
@@ -259,12 +260,12 @@ def open_manager(
         options=ocp.CheckpointManagerOptions(
             best_fn=_order,
             preservation_policy=policies.AnyPreservationPolicy(preserve),
-            # What a process that was killed has left incomplete. A manager that neither cleans up
-            # nor saves only reads; Orbax's own option for that logs warnings about itself.
+            # Removes what a process that was killed has left incomplete. A manager that neither
+            # cleans up nor saves is read-only; Orbax's own read-only option logs warnings.
             cleanup_tmp_directories=writes,
-            # One that reads a checkpoint must not fail because of the score of another.
+            # A manager that reads one checkpoint must not fail because of the score of another.
             lightweight_initialize=not writes,
-            # With named processes Orbax does not make the folder.
+            # With named processes, Orbax does not create the folder.
             create=False,
             multiprocessing_options=processes,
             async_options=ocp.options.AsyncOptions(barrier_sync_fn=_barrier),
@@ -273,8 +274,8 @@ def open_manager(
 
 
 def _barrier(*, key: str, timeout_ms: int) -> None:
-    """Orbax's barrier in the background, except for a process that failed to write and cleans up:
-    the others do not arrive there, and the process must come to report its error."""
+    """Orbax's barrier in its background thread, skipped by a process that failed to write and
+    cleans up: the others never arrive there, and the process must be able to report its error."""
     background = threading.current_thread() is not threading.main_thread()
     if not (background and sys.exception()):
         ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)

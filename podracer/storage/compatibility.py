@@ -8,7 +8,8 @@ from etils import epath
 from podracer.errors import ConfigError
 from podracer.storage.workdir import read_config
 
-# Settings that a resumed run may not change: it would be another run, or its state would not fit.
+# Settings that may not change when a run is resumed: it would be another run, or the state would
+# not fit.
 FIXED = (
     "architecture", "env", "env_kwargs", "env_params", "agent", "seed", "num_seeds",
     "num_envs", "unroll_length", "network", "optimizer", "normalize_observations",
@@ -17,7 +18,7 @@ FIXED = (
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A config's values by their dotted keys, as JSON gives them back."""
+    """A config's values by their dotted keys; tuples become lists, as in JSON."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):
@@ -35,7 +36,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tup
 
 
 def check_same_run(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Checks that a config may resume a run, and describes each value that changes in a line.
+    """Checks that a config may resume a run, and returns a line for each value that changes.
 
     Args:
       old: the config of the run so far.
@@ -57,11 +58,11 @@ def check_same_run(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def check_num_seeds(init_from: epath.PathLike, num_seeds: int) -> None:
-    """Raises ``ConfigError`` if the run to start from trained another number of agents."""
+    """Raises ``ConfigError`` if the run to start from has another number of agents."""
     other = read_config(init_from)["config"].get("num_seeds", 1)
     if other != num_seeds:
         raise ConfigError(
             f"--init_from={init_from} is a run with num_seeds={other}, and this one has "
-            f"num_seeds={num_seeds}; each agent starts from one of the other run's, so set "
+            f"num_seeds={num_seeds}; each agent starts from one agent of the other run, so set "
             f"num_seeds={other}, or start from a run with num_seeds={num_seeds}"
         )

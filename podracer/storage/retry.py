@@ -1,9 +1,9 @@
-"""Storage errors: which of them may pass by themselves, and how an operation is retried.
+"""Storage errors: which of them are transient, and how an operation is retried.
 
 A cluster's file system or an object store fails now and then: a server restarts, a connection times
 out, credentials are refreshed. Such an error says nothing about the files, so it must neither count
-as damage nor end a run for good. The stores' own clients retry a request for about half a minute;
-the policy here comes on top of that and also covers file systems, which do not retry at all.
+as damage nor end a run permanently. The stores' own clients retry a request for about half a
+minute. The policy here is applied in addition, and also covers file systems, which do not retry.
 """
 
 import enum
@@ -21,8 +21,8 @@ from podracer.errors import ERRORS, ConfigError, TransientError
 
 T = TypeVar("T")
 
-# The policy: how often an operation is tried in all, and the seconds between two attempts, which
-# add up to about 35.
+# The policy: the total number of attempts at an operation, and the seconds between two attempts,
+# which add up to about 35.
 ATTEMPTS = 6
 WAIT: tenacity.wait.wait_base = tenacity.wait_exponential_jitter(initial=1, max=30)
 
@@ -41,15 +41,15 @@ class Fault(enum.Enum):
     DAMAGED = enum.auto()
 
 
-# Error numbers that stay until the user changes something. All others are taken to be transient
-# (EIO, ESTALE, ETIMEDOUT, ENOMEM, EMFILE, ...), as an end of the run for good does more harm.
+# Error numbers that persist until the user changes something. All others (EIO, ESTALE, ETIMEDOUT,
+# ENOMEM, EMFILE, ...) count as transient, because ending a run permanently does more harm.
 _PERMANENT_ERRNOS = frozenset({
     errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.EFBIG, errno.EINVAL, errno.ELOOP,
     errno.ENAMETOOLONG, errno.ENODEV, errno.ENOSPC, errno.ENOSYS, errno.ENOTEMPTY, errno.ENOTSUP,
     errno.EOPNOTSUPP, errno.EPERM, errno.EROFS, errno.EXDEV,
 })  # fmt: skip
 
-# How messages of TensorStore and JAX begin: one of Abseil's status codes.
+# Messages of TensorStore and JAX begin with one of Abseil's status codes.
 # https://abseil.io/docs/cpp/guides/status-codes
 _STATUS = re.compile(r"([A-Z_]+): ")
 _STATUS_FAULTS = {
@@ -61,7 +61,7 @@ _STATUS_FAULTS = {
     "PERMISSION_DENIED": Fault.PERMANENT,
 }  # fmt: skip
 
-# Packages that the clients of a bucket raise errors of, beside ``OSError``.
+# Packages whose errors the clients of a bucket raise, in addition to ``OSError``.
 _NETWORK_PACKAGES = frozenset({"aiohttp", "gcsfs", "google", "grpc", "http", "requests", "urllib3"})
 _RETRIED_HTTP_CODES = frozenset({408, 429})
 
@@ -69,9 +69,9 @@ _RETRIED_HTTP_CODES = frozenset({408, 429})
 def fault(error: BaseException) -> Fault | None:
     """The kind of a storage error; None for an error that is not one, such as a bug.
 
-    Libraries wrap errors, so the errors that led to this one count as well. A transient one
-    decides: what follows from it (content that could not be parsed, as only half of it was read)
-    is not damage.
+    Libraries wrap errors, so the errors that led to this one count as well. If one of them is
+    transient, so is the whole: its consequences (content that could not be parsed, because only
+    half of it was read) are not damage.
     """
     if isinstance(error, ERRORS) or not isinstance(error, Exception):
         return None
@@ -99,7 +99,7 @@ def _own_fault(error: BaseException) -> Fault | None:
 
 
 def _os_fault(error: OSError) -> Fault:
-    # The text is what gcsfs makes of HTTP code 403.
+    # gcsfs turns HTTP code 403 into an error with this text.
     permanent = error.errno in _PERMANENT_ERRNOS or str(error).startswith("Forbidden")
     return Fault.PERMANENT if permanent else Fault.TRANSIENT
 
@@ -128,9 +128,9 @@ def _network_fault(error: BaseException) -> Fault:
 
 
 def _credentials_fault() -> Fault:
-    """Credentials are missing or were rejected. A machine of Google's has them from its metadata
-    server, which may not answer yet when a preempted machine starts again; elsewhere, the user has
-    to log in."""
+    """Credentials are missing or were rejected. A machine of Google's gets them from its
+    metadata server, which may not answer yet when a preempted machine starts again. Elsewhere, the
+    user has to log in."""
     try:
         product = pathlib.Path("/sys/class/dmi/id/product_name").read_text()
     except OSError:
@@ -146,9 +146,9 @@ _CLASSIFIERS: tuple[tuple[type | tuple[type, ...], Callable[[Any], Fault | None]
     ((MemoryError, ssl.SSLError), lambda _: Fault.TRANSIENT),
     (OSError, _os_fault),
     (ValueError, _value_fault),
-    # What parsers raise for content of another structure.
+    # Raised by parsers for content with another structure.
     ((LookupError, TypeError, AttributeError, EOFError), lambda _: Fault.DAMAGED),
-    # Of JAX, whose other errors are not the storage's: the memory of a device is full.
+    # Raised by JAX if a device's memory is full. Its other errors are not storage errors.
     (
         RuntimeError,
         lambda error: Fault.TRANSIENT if _status(error) == "RESOURCE_EXHAUSTED" else None,
@@ -157,7 +157,7 @@ _CLASSIFIERS: tuple[tuple[type | tuple[type, ...], Callable[[Any], Fault | None]
 
 
 def reason(error: BaseException) -> str:
-    """An error as a part of a one-line message."""
+    """An error as part of a one-line message."""
     if isinstance(error, ERRORS):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
@@ -169,12 +169,12 @@ def reason(error: BaseException) -> str:
 def final_error(
     what: str, error: BaseException, otherwise: Callable[[str], Exception]
 ) -> Exception:
-    """The error that a run ends by after a storage error.
+    """The error that ends a run after a storage error.
 
     Args:
       what: what could not be done, as the beginning of the message.
       error: the storage error.
-      otherwise: the type of error where it is not transient.
+      otherwise: the type of error to return if it is not transient.
     """
     if isinstance(error, TransientError):
         return TransientError(f"{what}: {error}")
@@ -196,15 +196,15 @@ def call(
     """Calls a function, and calls it again after each transient error, with growing waits.
 
     Args:
-      what: what could not be done where the function fails, as the beginning of a message.
-      function: takes nothing; must not leave anything behind that a second call stumbles over.
+      what: what could not be done if the function fails, as the beginning of a message.
+      function: takes no arguments; must be safe to call again after a failure.
       log: called with a line of text before each wait.
-      advice: the end of the message where the user must change something.
+      advice: the end of the message if the user must change something.
 
     Raises:
-      TransientError: the last attempt also failed by a transient error.
+      TransientError: the last attempt also failed with a transient error.
       ConfigError: the user must change something.
-      Exception: any other error of ``function``, unchanged; damage is one.
+      Exception: any other error of ``function``, such as damage, unchanged.
     """
 
     def log_wait(state: tenacity.RetryCallState) -> None:

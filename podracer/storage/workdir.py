@@ -1,8 +1,8 @@
 """The files in a run's folder: how they are read back, and which process holds and writes them.
 
-A run is its workdir, and the same command resumes it. So a second process must never write to a
-workdir that is in use, an incomplete file must never be taken for a whole one, and nothing that an
-earlier start has left may be lost.
+A run is its workdir, and the same command resumes it. A second process must therefore never write
+to a workdir that is in use, an incomplete file must never pass for a complete one, and nothing that
+an earlier start has written may be lost.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ T = TypeVar("T")
 METRICS, CONFIG, SUMMARY = "metrics.jsonl", "config.json", "summary.json"
 CHECKPOINTS = "checkpoints"
 LEARNING_CURVE = "learning_curve.png"
-# What is added to the name of a file that can't be read when a run is resumed.
+# Suffix that is added to the name of a file that can't be read when a run is resumed.
 DAMAGED = ".damaged"
 PACKAGES = (
     "jax", "jaxlib", "flax", "optax", "rlax", "distrax", "chex", "gymnax", "envpool", "gymnasium",
     "orbax-checkpoint", "numpy",
 )  # fmt: skip
-# How file systems without locks answer; some Lustre and NFS mounts are such.
+# Errors of file systems without locks, such as some Lustre and NFS mounts.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
@@ -48,7 +48,7 @@ def read_config(workdir: epath.PathLike) -> dict[str, Any]:
     """The content of ``config.json``.
 
     Raises:
-      ConfigError: the folder is not a run's, or the file is damaged.
+      ConfigError: the folder does not hold a run, or the file is damaged.
       TransientError: it can't be read at present.
     """
     path = bucket.locate(workdir)
@@ -56,7 +56,7 @@ def read_config(workdir: epath.PathLike) -> dict[str, Any]:
         return _parse_config(bucket.read(path / CONFIG), path / CONFIG)
     except FileNotFoundError as error:
         what = f"it has no {CONFIG}" if path.is_dir() else "there is no such folder"
-        inside = f"; it holds runs, specify {path}/*" if any(path.glob(f"*/{CONFIG}")) else ""
+        inside = f"; it contains runs, specify {path}/*" if any(path.glob(f"*/{CONFIG}")) else ""
         raise ConfigError(f"{str(path)!r} is not a run: {what}{inside}") from error
     except NotADirectoryError as error:
         raise ConfigError(f"{str(path)!r} is a file, not a run; specify its folder") from error
@@ -124,10 +124,11 @@ class Workdir:
 
     Attributes:
       path: the folder.
-      local: where files are written: the same folder, or one that is copied into a bucket.
-      config: of the run found there, with its architecture; None where there was none, or where
-        it could not be read.
-      rows: the rows of metrics, found and written.
+      local: the folder that files are written to: ``path`` itself, or one that is copied into a
+        bucket.
+      config: the config of the run found there, with its architecture; None if there was none, or
+        if it could not be read.
+      rows: all rows of metrics, those found there and those written since.
     """
 
     def __init__(self, path: epath.PathLike, *, restart: bool, log: Callable[[str], None]):
@@ -135,9 +136,9 @@ class Workdir:
 
         Args:
           path: the folder, which may be in a bucket.
-          restart: move a run that is there aside.
-          log: called with a line of text, such as where a run was moved to, or what goes wrong
-            without ending the run.
+          restart: move an existing run aside.
+          log: called with a line of text: where a run was moved to, or what goes wrong without
+            ending the run.
 
         Raises:
           ConfigError: the folder can't be used, or its run is still running.
@@ -169,8 +170,9 @@ class Workdir:
         return _usable(f"workdir {str(self.path)!r} can't be read", function, self._log)
 
     def hold(self) -> None:
-        """Takes a workdir in a bucket over from a process that may still run; one in a folder is
-        locked already. Raises ``ConfigError`` or ``TransientError`` if it can't be written to."""
+        """Takes over a workdir in a bucket from a process that may still be running; a local
+        workdir is locked already. Raises ``ConfigError`` or ``TransientError`` if it can't be
+        written to."""
         if self._mirror is not None:
             self._writing(self._mirror.hold)
 
@@ -202,8 +204,8 @@ class Workdir:
         return aside
 
     def _read_config(self) -> dict[str, Any] | None:
-        """The config of the run found here. One that is damaged, as a power failure may leave it,
-        does not keep the run's checkpoints from being used: it is set aside."""
+        """The config of the run found here. A damaged config, as a power failure may leave it, is
+        set aside, so that the run's checkpoints can still be used."""
         path = self.local / CONFIG
         if not self._reading(lambda: bucket.exists(path)):
             return None
@@ -219,7 +221,7 @@ class Workdir:
             self._log(
                 f"{self.path / CONFIG} is damaged ({error}) and was renamed to {CONFIG + DAMAGED}; "
                 "the run is resumed with the settings of this command, which can't be compared "
-                "with those it had"
+                "with its previous settings"
             )
             return None
         return {"architecture": content["architecture"], **content["config"]}
@@ -253,7 +255,7 @@ class Workdir:
 
     @contextmanager
     def _saving(self, name: str) -> Iterator[None]:
-        """Makes errors of storage inside end the run: by ``TransientError``, or ``SaveError``."""
+        """Turns storage errors inside into ``TransientError`` or ``SaveError``."""
         try:
             yield
         except Exception as error:
@@ -286,7 +288,7 @@ class Workdir:
                 self._mirror.copy()
 
     def sync(self) -> bool:
-        """Makes all that was written durable, and writes it again if the folder was deleted.
+        """Makes everything written so far durable; writes it again if the folder was deleted.
 
         Returns:
           Whether it had to be written again.
@@ -318,8 +320,8 @@ class Workdir:
 
 
 def _usable(what: str, function: Callable[[], T], log: Callable[[str], None]) -> T:
-    """Calls a function with retries; also makes a ``ConfigError`` of a path that is missing or of
-    the wrong kind."""
+    """Calls a function with retries; a path that is missing or of the wrong kind becomes a
+    ``ConfigError``."""
     advice = "; specify another with --workdir"
     try:
         return retry.call(what, function, log, advice)
@@ -348,7 +350,7 @@ def _lock(path: epath.Path, log: Callable[[str], None]) -> IO[Any]:
             file.close()
             raise
         log(
-            f"the file system of {path} has no locks ({error.strerror}): nothing keeps a second "
+            f"the file system of {path} has no locks ({error.strerror}): nothing prevents a second "
             "run from writing to this workdir"
         )
     return file
@@ -359,6 +361,6 @@ def _open_metrics(path: epath.Path) -> IO[Any]:
 
 
 def _line(row: Row) -> str:
-    """A row as a line of JSON, which knows neither NaN nor infinity: they become null."""
+    """A row as a line of JSON, which has neither NaN nor infinity: they become null."""
     finite = {name: x if math.isfinite(x) else None for name, x in row.items()}
     return json.dumps(finite, allow_nan=False) + "\n"

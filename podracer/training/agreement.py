@@ -1,4 +1,4 @@
-"""Whether the processes of a run were started alike, and share a workdir."""
+"""Checks that the processes of a run were started by the same command and share a workdir."""
 
 import dataclasses
 import json
@@ -44,7 +44,7 @@ def check_shared(path: epath.Path, processes: Processes) -> None:
     what = f"workdir {str(path)!r} can't be used"
 
     def write() -> str:
-        # A new name: no machine can have cached that there is no such file.
+        # A new name: no machine can have cached that the file does not exist.
         mark = path / f".shared-{uuid.uuid4().hex}"
         retry.call(what, lambda: mark.write_text(""))
         return mark.name

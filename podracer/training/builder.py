@@ -1,8 +1,8 @@
 """What both architectures build a run from: agent, optimizer, update, and the run's random keys.
 
-Every random number comes from a key that is folded from the run's key, and where numbers change
-from update to update, from the number of the update as well. No other key is therefore part of the
-state, and what a run draws depends on its seed alone.
+Every random number comes from a key that is folded from the run's key and, if it changes from
+update to update, from the number of the update. The state therefore contains no other key, and a
+run's random numbers depend on its seed alone.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from podracer.learning.optimizer import make_optimizer, make_schedule
 from podracer.nets import actor_critic
 from podracer.types import Agent, Array, Environment, HostEnvironment, Spec, TrainState, Weights
 
-# What the run's key is folded with, for each of its uses.
+# The number that the run's key is folded with, for each use of the key.
 WEIGHTS, ENVIRONMENTS, STAGGER, UPDATES, EVALUATION = range(5)
 
 
@@ -75,13 +75,13 @@ def build(config: Config, spec: Spec, sizes: Sizes) -> Components:
 def make_policy(
     config: Config, agent: Agent, env: Environment | HostEnvironment, weights: Weights
 ) -> Policy:
-    """The policy that a run has trained; of several agents, the first one's.
+    """The policy that a run has trained; with several agents, the first one's.
 
     Args:
       config: the run's configuration.
       agent: the run's agent.
       env: the run's environment, which converts observations and actions.
-      weights: the trained weights, with an axis of agents first if there are several.
+      weights: the trained weights; with several agents, the first axis is that of the agents.
     """
     if config.num_seeds > 1:
         weights = jax.tree.map(lambda x: x[0], jax.device_get(weights))

@@ -23,18 +23,18 @@ from podracer.distributed import processes
 from podracer.errors import ConfigError, ExitCode, PreemptedError, run_command, unknown
 from podracer.training.options import Options
 
-# How a flag is defined, its default and its description.
+# The function that defines a flag, its default and its description.
 Flag = tuple[Callable[..., Any], Any, str]
-# The options of a run beside its config, see ``options.Options``.
+# The options of a run besides its config, see ``options.Options``.
 OPTIONS: dict[str, Flag] = {
     name: (define, getattr(Options, name), text)
     for name, (define, text) in {
         "workdir": (flags.DEFINE_string, "Folder or gs://...; default: runs/NAME_OF_THE_CONFIG"),
-        "restart": (flags.DEFINE_bool, "Start over; an existing run in the workdir moves aside"),
-        "init_from": (flags.DEFINE_string, "Workdir of a run whose last weights to start from"),
+        "restart": (flags.DEFINE_bool, "Start over; an existing run in the workdir is moved aside"),
+        "init_from": (flags.DEFINE_string, "Start from the last weights of this workdir's run"),
         "quiet": (flags.DEFINE_bool, "Print nothing but errors"),
         "verbose": (flags.DEFINE_bool, "Show all values of each row of metrics"),
-        "coordinator": (flags.DEFINE_string, "HOST:PORT of process 0, where JAX finds no cluster"),
+        "coordinator": (flags.DEFINE_string, "HOST:PORT of process 0, if JAX detects no cluster"),
         "num_processes": (flags.DEFINE_integer, "Number of processes; 1 runs without others"),
         "process_id": (flags.DEFINE_integer, "Number of this process, from 0"),
         "profile": (flags.DEFINE_integer, "Write a trace of this many updates to WORKDIR/profile"),
@@ -51,7 +51,7 @@ PACKAGE = pathlib.Path(__file__).parents[1]
 def shipped_configs() -> dict[str, pathlib.Path]:
     """The config files that podracer ships, by name.
 
-    A wheel has them inside the package, a clone beside it.
+    A wheel has them inside the package, a clone next to it.
     """
     inside = PACKAGE / "configs"
     folder = inside if inside.is_dir() else PACKAGE.parent / "configs"
@@ -74,8 +74,8 @@ def find_config(name: str) -> pathlib.Path:
 
 def _load_config(path: pathlib.Path, arguments: Sequence[str]) -> ConfigDict:
     """The ``get_config(*arguments)`` of a config file."""
-    # config_flags.DEFINE_config_file would load it by load_module(), which Python 3.15 removes, and
-    # all config files of a process into one module.
+    # config_flags.DEFINE_config_file would load it with load_module(), which Python 3.15 removes,
+    # and would load all config files of a process into one module.
     get_config = runpy.run_path(str(path)).get("get_config")
     if get_config is None:
         raise ConfigError(f"--config={path} defines no function get_config()")
@@ -159,7 +159,7 @@ def parse_flags(usage: str, known: Mapping[str, Flag], argv: Sequence[str]) -> d
 def parse_config(
     usage: str, known: Mapping[str, Flag], argv: Sequence[str]
 ) -> tuple[ConfigDict, pathlib.Path, dict[str, Any]]:
-    """The config of a command line, the file that it is from, and the command's other flags.
+    """The config of a command line, the file it comes from, and the command's other flags.
 
     A key that the config does not have is added to it: the keys of ``env_params`` and
     ``env_kwargs`` belong to the environment, and ``config.parse`` rejects all others, with the
@@ -167,7 +167,7 @@ def parse_config(
 
     Args:
       usage: the command, for the help text.
-      known: the flags beside ``--config``.
+      known: the flags besides ``--config``.
       argv: the command line, with the program's name first.
 
     Raises:
@@ -228,16 +228,16 @@ def main(train: Callable[..., Any], argv: Sequence[str] | None = None) -> int:
         options["workdir"] = options["workdir"] or f"runs/{path.stem}"
         train(config, **options)
 
-    # This handler is in place until the loop installs its own, which saves the run first.
+    # This handler is in use until the loop installs its own, which saves the run first.
     before = signal.signal(signal.SIGTERM, _end)
     try:
         return run_command(command)
     except Exception:
-        # Printed here, as Python would first wait for threads and other processes.
+        # Printed here, because Python would first wait for threads and other processes.
         traceback.print_exc()
         return ExitCode.CRASHED
     except SystemExit:
-        # From --help, or from rich where the output is closed.
+        # From --help, or from rich if the output is closed.
         if not processes.failed_alone():
             raise
         traceback.print_exc()
@@ -249,7 +249,7 @@ def main(train: Callable[..., Any], argv: Sequence[str] | None = None) -> int:
 def leave(code: int) -> NoReturn:
     """Ends the process without waiting for threads or processes that may hang."""
     # A hanging thread can't be ended: Python would wait for it, or crash in its C++ code. JAX would
-    # wait for the other processes, which their watchdogs are ending.
+    # wait for the other processes, whose watchdogs are ending them.
     failed_alone = processes.failed_alone()
     hangs = any(thread is not threading.main_thread() for thread in threading.enumerate())
     if not failed_alone:

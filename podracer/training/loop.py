@@ -24,12 +24,12 @@ from podracer.types import Row, Weights
 class CallMetrics(NamedTuple):
     """The metrics of one call of a step, which is K updates; on the device except for ``host``.
 
-    Where several agents learn at once, they are the first axis.
+    If several agents learn at once, they are the first axis.
 
     Attributes:
-      losses: by name, ``[K]`` each; means over devices and gradient steps.
-      episodes: ``[K]`` each, sums over the episodes that ended on all devices.
-      host: further numbers, by the names that they are logged with.
+      losses: losses by name, ``[K]`` each; means over devices and gradient steps.
+      episodes: sums, ``[K]`` each, over the episodes that ended on all devices.
+      host: further numbers, by the names under which they are logged.
     """
 
     losses: dict[str, jax.Array]
@@ -44,8 +44,8 @@ class Result(NamedTuple):
       weights: the trained weights, on the devices.
       metrics: every row of ``metrics.jsonl``.
       summary: the content of ``summary.json``.
-      policy: the trained policy, ``action = policy(observation)``; of several agents, the first
-        one's. Nothing is compiled before it is called.
+      policy: the trained policy, ``action = policy(observation)``; with several agents, the
+        first one's. Nothing is compiled before it is called.
     """
 
     weights: Weights
@@ -58,11 +58,11 @@ def check_finite(losses: dict[str, Any], first_update: int, sizes: Sizes) -> Non
     """Raises ``DivergedError`` with the steps of the first update that has a NaN or infinity.
 
     Args:
-      losses: by name, ``[..., K]`` each.
+      losses: losses by name, ``[..., K]`` each.
       first_update: the number of the first of these K updates.
-      sizes: of the run.
+      sizes: the run's sizes.
     """
-    # Whatever goes wrong in learning shows in these two.
+    # Any NaN or infinity in learning appears in these two.
     bad = {
         name: ~np.isfinite(losses[name]).reshape(-1, losses[name].shape[-1]).all(0)
         for name in ("total", "grad_norm")
@@ -131,8 +131,8 @@ class _RowLog:
         self._step, self._seconds = update * sizes.steps_per_update, clock.training()
 
     def add(self, update: int, metrics: CallMetrics) -> None:
-        """Takes the metrics of the call that began with this update, and writes the row of the call
-        before it."""
+        """Adds the metrics of the call that began with this update, and writes the row of the
+        previous call."""
         self.flush()
         self._unread = update, metrics
 
@@ -160,10 +160,10 @@ class _RowLog:
 
 
 class _StopConsensus:
-    """Agrees between processes on stopping and saving, which signals and clocks ask for.
+    """Makes the processes agree on when to stop and save, as signals and clocks request it.
 
-    Several processes act on what they knew one call ago, so that it is exchanged while the devices
-    work.
+    Several processes act on what they knew one call ago, because it is exchanged while the devices
+    compute.
     """
 
     def __init__(self, session: Session, mesh: jax.sharding.Mesh):
@@ -171,7 +171,7 @@ class _StopConsensus:
         self._gather: Callable[[], np.ndarray] | None = None
 
     def decide(self) -> tuple[int | None, bool]:
-        """The signal that has come, if one has, and whether a checkpoint is overdue; the same in
+        """The signal that has arrived, or None, and whether a checkpoint is overdue; the same in
         all processes."""
         session = self._session
         own = np.array([session.stop.number or 0, session.save_overdue()], np.float64)
@@ -183,13 +183,12 @@ class _StopConsensus:
         return int(number) or None, bool(overdue)
 
     def forget(self) -> None:
-        """Drops what was exchanged before a checkpoint; a signal is exchanged again."""
+        """Drops what was exchanged before a checkpoint; a signal will be exchanged again."""
         self._gather = None
 
 
 class _Hooks:
-    """What happens between calls: evaluations, checkpoints, and the end of a run that is asked to
-    stop."""
+    """What happens between calls: evaluations, checkpoints, and the end of a run that must stop."""
 
     def __init__(
         self,
@@ -212,7 +211,7 @@ class _Hooks:
         """Adds an evaluation to a row and writes it; saves the weights if they are the best."""
         stop, clock, session = self._session.stop, self._clock, self._session
         self.reached(update, "evaluating")
-        # One of several processes can't leave the others in an evaluation.
+        # With several processes, none can abandon an evaluation that the others continue.
         alone = session.processes.count == 1
         try:
             with stop.raising() if alone else nullcontext(), clock.measure("evaluation"):
@@ -229,11 +228,11 @@ class _Hooks:
     def save(
         self, state: Any, update: int, score: float | None = None, pending: Row | None = None
     ) -> None:
-        """Saves the run while training continues; all rows up to this update were written."""
+        """Saves the run while training continues; all rows up to this update have been written."""
         clock = self._clock
         self.reached(update, "saving")
         with clock.measure("checkpoint"):
-            # The weights of one device are saved.
+            # A checkpoint holds the weights of one device.
             self._check_drift(state.train.weights, update)
             progress = Progress(update, clock.total(), dict(clock.seconds), pending=pending)
             self._session.save(state, progress, score)
@@ -245,7 +244,7 @@ class _Hooks:
         self._session.finish_saving()
 
     def stop(self, state: Any, update: int, pending: Row | None = None) -> NoReturn:
-        """Saves the run and ends it by the error of the signal that has come."""
+        """Saves the run and ends it with the error of the signal that has arrived."""
         self.save_last(state, update, pending)
         self._session.log(f"stopped after update {update:,}; the same command resumes the run")
         raise self._session.stop.error()
@@ -272,24 +271,24 @@ def run(
     docs/accelerators.md). A state is saved only after its metrics were found to be finite.
 
     Args:
-      state: with ``state.train`` a ``TrainState``; donated.
-      progress: how far the run has come by this state.
+      state: the state to train from, whose ``train`` is a ``TrainState``; it is donated.
+      progress: the run's progress at this state.
       step: one call, compiled.
       evaluate: plays the evaluation episodes with the weights of a state, compiled.
-      config, sizes: of the run.
-      session: takes rows and checkpoints.
-      clock: measures what time is spent on; has the time of compilation already.
+      config, sizes: the run's configuration and sizes.
+      session: writes rows and checkpoints.
+      clock: measures what time is spent on; it already contains the time of compilation.
       mesh: the devices that learn.
-      make_policy: makes the policy of the trained weights.
-      report: further values for the summary, from all rows.
+      make_policy: makes the policy from the trained weights.
+      report: computes further values for the summary from all rows.
 
     Raises:
-      DivergedError: a loss or gradient became NaN or infinite; what was written stays.
+      DivergedError: a loss or gradient became NaN or infinite; written files are kept.
       DriftError: devices no longer hold the same weights.
-      PreemptedError, KeyboardInterrupt: SIGTERM or SIGINT came; the run was saved.
+      PreemptedError, KeyboardInterrupt: SIGTERM or SIGINT arrived, and the run was saved.
       DisplacedError: the workdir belongs to another run now.
       SaveError: metrics or the last checkpoint could not be written.
-      TransientError: as ``SaveError``, for a reason that may pass by itself.
+      TransientError: as ``SaveError``, for a reason that may be temporary.
     """
     log = _RowLog(config.seeds, sizes, session, clock, progress.update)
     check_drift = drift.make_check(mesh)

@@ -1,4 +1,4 @@
-"""The options of a run beside its config."""
+"""The options of a run besides its config."""
 
 import dataclasses
 from typing import TypedDict
@@ -12,17 +12,17 @@ from podracer.storage import bucket
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Options of a run beside its config.
+    """Options of a run besides its config.
 
     Attributes:
       workdir: folder for checkpoints, config.json, metrics.jsonl and summary.json, or
-        gs://BUCKET/FOLDER, which all processes must reach; a run that is there is resumed. None
+        gs://BUCKET/FOLDER, which all processes must reach; an existing run in it is resumed. None
         writes nothing.
-      restart: move a run that is in the workdir aside, and start over.
-      init_from: workdir of another run, whose last weights to start from.
+      restart: move an existing run in the workdir aside, and start over.
+      init_from: workdir of another run, whose last weights the run starts from.
       quiet: print nothing.
       verbose: show all values of each row of metrics.
-      profile: number of updates to write a trace of into WORKDIR/profile, for XProf or TensorBoard.
+      profile: number of updates to trace; WORKDIR/profile gets the trace, for XProf or TensorBoard.
       coordinator, num_processes, process_id: see ``joining.Address``.
     """
 

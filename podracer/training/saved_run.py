@@ -30,7 +30,7 @@ from podracer.training import builder
 from podracer.types import Agent, Array, Environment, HostEnvironment, Weights
 from podracer.xla_cpu import prng
 
-# The default limit of frames in a GIF: 24 seconds, enough for a whole CartPole episode.
+# The default maximum number of frames in a GIF: 24 seconds, enough for a whole CartPole episode.
 GIF_FRAMES = 600
 
 
@@ -41,7 +41,7 @@ class Evaluator(NamedTuple):
       agent: the agent that acts.
       play: ``(weights, key) -> Episodes``, as the run's own evaluation plays them.
       check_rendering: ``()``, raises ``ConfigError`` if the environment can't be drawn.
-      record: ``(weights, key, recorder) -> Episodes``, the first of those episodes, drawn.
+      record: ``(weights, key, recorder) -> Episodes``, plays and draws the first of those episodes.
     """
 
     agent: Agent
@@ -102,7 +102,7 @@ class _SavedRun(NamedTuple):
     """One agent of a saved run.
 
     Attributes:
-      config: of the run, as if this agent had been trained alone: with its seed and num_seeds=1.
+      config: the run's config as if this agent had been trained alone, with num_seeds=1.
       on_host: whether the environment is stepped on the host.
       num_seeds: number of agents that the run trained.
     """
@@ -116,7 +116,7 @@ def _read(workdir: epath.PathLike, member: int, allow_env: str | None) -> _Saved
     """Reads a run's config; nothing that the config names is imported or opened.
 
     Raises:
-      ConfigError: the folder is no run, the run has no such member, or its environment needs a
+      ConfigError: the folder is not a run, the run has no such member, or its environment needs a
         permission that ``allow_env`` does not give.
     """
     content = read_config(workdir)
@@ -141,7 +141,8 @@ def _load_weights(
     weights, update = checkpoint.load_weights(workdir, which, like)
     if num_seeds > 1:
         weights = jax.tree.map(lambda x: x[member], weights)
-    # Committed to no device, so that both the mesh and the one device of a recording can take them.
+    # Not committed to a device, so that both the mesh and the single device of a recording can use
+    # them.
     return jax.device_put(jax.device_get(weights)), update
 
 
@@ -178,22 +179,22 @@ def evaluate(
     """Plays whole episodes as the run's own evaluation does.
 
     With the run's settings and its last weights, the result equals the run's last evaluation.
-    Environments of envpool are an exception where a run evaluated more than once: their random
+    Environments of envpool are an exception if a run evaluated more than once: their random
     numbers continue from one evaluation to the next.
 
     Args:
-      workdir: of a run of either architecture.
-      weights: "last", or "best" by the run's evaluations.
+      workdir: workdir of a run of either architecture.
+      weights: "last", or "best" according to the run's evaluations.
       member: which agent of a run with num_seeds > 1, from 0. The default is the first and not the
         best, whose returns would be biased by the choice.
       num_episodes: number of episodes; None takes the run's evaluation.episodes.
       greedy: take the most probable action instead of a sampled one; None takes the run's setting.
-      seed: of episodes and sampled actions; None takes the member's own.
-      gif: file to draw the first episode into.
-      gif_frames: limit of frames in it; of longer episodes only every n-th step is drawn.
-      allow_env: the id of the run's environment, which permits it to import the module that the id
-        names and to use the files that env_kwargs name. Needed for such environments, as the
-        workdir may be a stranger's.
+      seed: seed of episodes and sampled actions; None takes the member's own.
+      gif: file to write the first episode to, as an animated GIF.
+      gif_frames: maximum number of frames; of longer episodes only every n-th step is drawn.
+      allow_env: the id of the run's environment. It permits the environment to import the module
+        that the id names and to use files that env_kwargs name. Environments that do so need it,
+        because the workdir may come from a stranger.
 
     Returns:
       What was evaluated and its statistics, as values that JSON can represent.
@@ -235,7 +236,7 @@ def evaluate(
 
 
 def _write_gif(path: pathlib.Path, recorder: FrameRecorder, drawn: Episodes) -> dict[str, Any]:
-    """Writes the recorded frames; returns what is reported of them."""
+    """Writes the recorded frames; returns what is reported about them."""
     rendering.write_gif(path, recorder.frames)
     return {
         "gif": str(path),
@@ -257,12 +258,12 @@ def load_policy(
     """The policy of a saved run, to act with from Python.
 
     Args:
-      workdir: of a run of either architecture.
-      weights: "last", or "best" by the run's evaluations.
+      workdir: workdir of a run of either architecture.
+      weights: "last", or "best" according to the run's evaluations.
       member: which agent of a run with num_seeds > 1, from 0.
       greedy: take the most probable action instead of a sampled one; None takes the run's setting
         for evaluations.
-      seed: of sampled actions.
+      seed: seed of sampled actions.
       allow_env: see ``evaluate``.
 
     Raises:

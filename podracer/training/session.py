@@ -1,4 +1,4 @@
-"""One start of a run: what it resumes, writes and prints, and how it is asked to stop."""
+"""One start of a run: what it resumes, writes and prints, and whether it must stop."""
 
 import dataclasses
 import pathlib
@@ -52,10 +52,10 @@ class Session:
 
         Args:
           architecture: "anakin" or "sebulba".
-          config: of the run.
-          sizes: of the run.
-          options: of the run, beside its config.
-          processes: that share the run; None if this one is alone.
+          config: the run's configuration.
+          sizes: the run's sizes.
+          options: the run's other options.
+          processes: the processes that share the run; None if this one is alone.
 
         Raises:
           ConfigError: the workdir can't be written to, is in use, or holds another run.
@@ -110,8 +110,8 @@ class Session:
         """Prints the run's sizes and layout, and writes ``config.json``.
 
         Args:
-          devices: that the run uses.
-          layout: what runs where, as lines by name.
+          devices: the devices that the run uses.
+          layout: what runs on which devices, as lines of text by name.
         """
         config, sizes = self._config, self._sizes
         lines = {
@@ -144,7 +144,7 @@ class Session:
         self._display.log(text)
 
     def warn(self, text: str) -> None:
-        """Prints lines of text that may concern this process alone, from any thread."""
+        """Prints lines of text that may concern this process alone; thread-safe."""
         if self.processes.first:
             self._display.log(text)
         else:
@@ -154,12 +154,12 @@ class Session:
         """The state to resume the run from: that of its newest checkpoint, or the initial one.
 
         Args:
-          state: the initial state, with ``state.train`` a ``TrainState``. It is freed if there is a
+          state: the initial state, whose ``train`` is a ``TrainState``. It is freed if there is a
             checkpoint.
           clock: the times of the run's earlier starts are added to it.
 
         Raises:
-          ConfigError: the weights to start from are of another network.
+          ConfigError: the weights to start from belong to another network.
           SaveError: there are checkpoints, but all are damaged.
           TransientError: a checkpoint can't be read at present.
         """
@@ -202,7 +202,7 @@ class Session:
                 finished = progress.update >= self._sizes.num_updates
                 last = files.rows[-1] if files.rows else {"step": step, "wall_time": clock.total()}
                 if finished and pending is None and "eval/episode_return" not in last:
-                    # The run had more updates to do by its former config, or its rows were lost.
+                    # The previous config had more updates, or the rows were lost.
                     pending = last
                 if pending is not None:
                     files.keep(step - 1)
@@ -246,7 +246,7 @@ class Session:
         """Saves the run while training continues; all rows up to this state were written before.
 
         Args:
-          state: may be donated as soon as this returns.
+          state: the state to save; it may be donated as soon as this returns.
           progress: how far the run has come.
           score: the mean return of the evaluation of this state, if that is the best so far.
 

@@ -1,4 +1,4 @@
-"""How a run of any architecture starts: processes join, the run is set up, a session opens."""
+"""How a run of either architecture starts: processes join, the run is set up, a session opens."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ class Compiled(Protocol):
 
     @property
     def state(self) -> Any:
-        """The initial state, with ``state.train`` a ``TrainState``."""
+        """The initial state, whose ``train`` is a ``TrainState``."""
         ...
 
 
@@ -95,7 +95,7 @@ def compile_and_restore(
       clock: measures the compilation.
 
     Returns:
-      The compiled functions, the state to train from, and how many updates have made it.
+      The compiled functions, the state to train from, and the run's progress.
 
     Raises:
       SaveError: there are checkpoints, but none can be read.

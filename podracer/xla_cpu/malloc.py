@@ -2,7 +2,7 @@
 
 By default glibc returns large blocks to the kernel when they are freed, and the kernel clears every
 page of a new one. An update on a CPU allocates and frees a few blocks of the size of all its
-trajectories. Keeping them lowered a thousand Atari steps from 0.50 to 0.39 CPU seconds
+trajectories. Keeping them lowered the cost of a thousand Atari steps from 0.50 to 0.39 CPU seconds
 (benchmarks/README.md).
 """
 
@@ -15,7 +15,7 @@ LARGEST = 2**31 - 1
 
 
 def keep_freed_memory() -> bool:
-    """Makes glibc keep freed memory, unless the user has configured malloc by the environment.
+    """Makes glibc keep freed memory, unless environment variables configure malloc.
 
     Returns:
       Whether the setting was made; False with other C libraries, which have no such setting.
@@ -25,7 +25,7 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    # No block comes from the kernel by mmap, none is returned, and all threads share one heap: the
-    # heaps of short-lived threads are too small for large blocks.
+    # No block is allocated with mmap, none is returned to the kernel, and all threads share one
+    # heap, because the heaps of short-lived threads are too small for large blocks.
     settings = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: LARGEST, M_ARENA_MAX: 1}
     return all(mallopt(name, value) for name, value in settings.items())

@@ -3,7 +3,7 @@
 On CPUs JAX runs the rounds of threefry in a loop, to compile faster. XLA can't fuse a loop with the
 operations around it, and environments draw few numbers often: in CartPole with 64 environments,
 random numbers then cost more than the physics. Unrolled rounds are fused into the neighbouring
-kernels. (So is JAX's philox, but in JAX 0.11 it does not compile on several devices.)
+kernels. (JAX's philox is fused as well, but in JAX 0.11 it does not compile on several devices.)
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ def _fold_in(key: Array, data: Array | int) -> Array:
 
 
 def _random_bits(key: Array, bit_width: int, shape: tuple[int, ...]) -> Array:
-    # The other cases are rare, and left to JAX's own code.
+    # JAX's own code handles the other cases, which are rare.
     if bit_width != 32 or prod(shape) >= 2**32:
         return _JAX.random_bits(key, bit_width, shape)
     x, y = _hash(key, _counts(shape))

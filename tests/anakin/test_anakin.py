@@ -70,7 +70,7 @@ def cartpole_run(agent, core, num_devices):
     ],
 )
 def test_devices_do_not_change_the_update(agent, core, numbers):
-    """1 device with N environments = 2, 4, 8 devices with N in all, up to float rounding."""
+    """1 device with N environments = 2, 4, 8 devices with N in total, up to float rounding."""
     _, _, state, step = cartpole_run(agent, core, 1)
     one, one_metrics = jax.device_get(step(state))
     assert np.abs(flat(one) - flat(state)).max() > 1e-3
@@ -106,7 +106,7 @@ def test_a_seed_gives_the_same_bits_and_another_seed_other_weights(agent):
     assert (flat(first) != flat(other)).mean() > 0.5
 
 
-def test_many_updates_in_one_call_are_as_many_calls_of_one():
+def test_many_updates_in_one_call_equal_as_many_calls_of_one():
     (_, _, state, at_once), (_, _, _, singly) = shared_run("ppo", 3), shared_run("ppo", 1)
     expected, _ = at_once(state)
     for _ in range(3):
@@ -115,7 +115,7 @@ def test_many_updates_in_one_call_are_as_many_calls_of_one():
 
 
 @AGENTS
-def test_compiled_step_has_one_reduce_a_gradient_step_and_no_callback(agent):
+def test_compiled_step_has_one_reduce_per_gradient_step_and_no_callback(agent):
     _, _, state, step = shared_run(agent, 1)
     text = step.as_text()
     reduces = re.findall(r"= (\([^)]*\)|\S+) all-reduce(?:-start)?\(", text)
@@ -184,7 +184,7 @@ def test_stagger_spreads_the_ages_of_first_episodes():
     assert (np.asarray(state.rollout.episode.length) == 0).all()
 
 
-def test_recurrent_unroll_reproduces_what_was_acted_on():
+def test_a_recurrent_unroll_reproduces_the_log_probabilities_of_acting():
     """The learner's unroll from the stored state gives the log-probabilities of the actor's."""
     config = make_config(env="dummy:counting", network__core="lstm")
     program, sizes, state, _ = make_run(config)

@@ -91,14 +91,14 @@ def test_each_agent_is_the_single_run_of_its_seed(changes, tmp_path, shared_prog
     title = dashboard.title({"agent": "ppo", "env": "e", "seed": 7, "num_seeds": SEEDS})
     assert title == "ppo on e, seeds 7 to 9"
 
-    # And they resume like one.
+    # Several agents also resume like a single one.
     longer = config(seed=7, num_seeds=SEEDS, total_steps=16 * 8 * 7, **changes)
     assert anakin.train(longer, tmp_path / "all", quiet=True).metrics[:5] == together.metrics
 
 
 @pytest.mark.parametrize("core", ["none", "gru", "lstm"])
 def test_no_batch_of_matrices_is_factored_at_the_start(core):
-    """Two CPU devices of jaxlib 0.10 wait for each other in it, for ever."""
+    """In such a batch, two CPU devices of jaxlib 0.10 wait for each other forever."""
     parsed = config_lib.parse(config(num_seeds=SEEDS, network__core=core))
     program = trainer.prepare(parsed)
     text = program.init.lower(prng.keys(parsed.seeds)).as_text()

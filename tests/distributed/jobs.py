@@ -22,7 +22,7 @@ ENVS = {"anakin": "gymnax:CartPole-v1", "sebulba": "dummy:counting"}
 STEPS_PER_UPDATE = 16 * 8
 # Seconds that several processes may take to compile on a machine that is busy with other work.
 LONG_S = 600.0
-# Three updates that compile soon.
+# Three updates that compile quickly.
 SETTINGS = {
     "num_envs": 16,
     "unroll_length": 8,
@@ -99,7 +99,7 @@ class Job:
             process.communicate()
 
     def wait_for_rows(self, count: int) -> None:
-        """Waits until the run has written so many rows of metrics."""
+        """Waits until the run has written this many rows of metrics."""
         deadline = time.monotonic() + LONG_S
         while len(self.rows()) < count:
             assert time.monotonic() < deadline

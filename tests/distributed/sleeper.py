@@ -1,4 +1,4 @@
-"""A Gymnasium environment that sleeps for ever in one of its steps, and tells its process."""
+"""A Gymnasium environment that sleeps forever in one of its steps, and reports its process."""
 
 import os
 import pathlib

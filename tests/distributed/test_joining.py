@@ -35,7 +35,7 @@ def test_an_address_is_read_from_the_environment():
         (Address("host0:70000"), {}, "coordinator='host0:70000' must be HOST:PORT"),
         (Address("a:1", 2), {"JAX_PROCESS_ID": "x"}, "JAX_PROCESS_ID='x' must be a number"),
         (Address("a:1", 0, 0), {}, "num_processes=0 must be at least 1"),
-        (Address("a:1", 2, 2), {}, "process_id=2 must be from 0 to num_processes=2 less 1"),
+        (Address("a:1", 2, 2), {}, "process_id=2 must be from 0 to num_processes - 1"),
         (Address("a:1", None, -1), {}, "process_id=-1 must be from 0"),
     ],
 )
@@ -106,9 +106,9 @@ def metadata(monkeypatch):
     ("number", "hosts"),
     [
         (ConnectionError("no route"), None),
-        # JAX takes this for no cluster, and the process would run alone.
+        # JAX concludes that there is no cluster, and the process would run alone.
         (("busy", 503), None),
-        # JAX reads this page as a host.
+        # JAX takes this page for the name of a host.
         (("0", 200), ("<a:b>", 503)),
     ],
 )
@@ -118,7 +118,7 @@ def test_a_metadata_service_that_fails_is_transient(metadata, number, hosts, cap
         join(Address(), ONCE)
 
 
-def test_a_metadata_service_that_answers_later_is_asked_again(metadata, capsys):
+def test_a_metadata_service_that_answers_later_is_queried_again(metadata, capsys):
     metadata |= {
         # Each failed attempt asks twice.
         "agent-worker-number": [ConnectionError("no route"), ("", 503), ("", 503), ("0", 200)],
@@ -197,7 +197,7 @@ def run_join(port: int, count: int, index: int, *, timeout=600.0, stop=None) -> 
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_process_that_never_comes_is_waited_for_until_the_limit(index):
+def test_a_process_waits_for_a_missing_one_until_the_limit(index):
     port = free_port()
     code, errors = run_join(port, 2, index, timeout=0.5)
     assert code == ExitCode.STALLED, errors

@@ -86,7 +86,7 @@ def test_a_request_to_stop_is_not_a_failure_of_jax():
         assert calls == [("announce_end", code), ("close",)]
 
 
-def test_an_impatient_signal_does_not_hide_the_end_from_the_others():
+def test_a_signal_during_the_end_does_not_hide_it_from_the_others():
     (process,) = connected([2])
     with pytest.raises(KeyboardInterrupt):
         process.close(jax.errors.JaxRuntimeError("INTERNAL"))

@@ -42,7 +42,7 @@ def test_two_processes_agree_train_and_fail_together(tmp_path):
         ended = [process.communicate(timeout=240) for process in pair]
     assert all("trained" in out for out, _ in ended), ended
     check_same_learning(tmp_path / "one", tmp_path / "two")
-    # Process 0 alone has written.
+    # Only process 0 has written.
     assert len(list((tmp_path / "two" / "tensorboard").iterdir())) == 1
     # The last save of the pair fails in process 1.
     assert [process.returncode for process in pair] == [ExitCode.NOT_SAVED] * 2, ended
@@ -110,7 +110,7 @@ original, trainer.compile_program = trainer.compile_program, compile_program
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_process_that_compiles_for_longer_is_waited_for(tmp_path):
+def test_processes_wait_for_one_that_compiles_for_longer(tmp_path):
     # Gloo, which connects the CPUs of processes, waits 30 seconds only.
     with Job("anakin", 2, tmp_path, code=SLOW_COMPILATION) as job:
         job.succeed()

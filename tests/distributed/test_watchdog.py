@@ -58,7 +58,7 @@ class Group:
         self.dog._take(found, self.now)
 
     def problem_after(self, seconds: float, *alive: int):
-        """What the watchdog finds later, when these processes have gone on sending heartbeats."""
+        """The problem found after these seconds, in which some processes sent heartbeats."""
         self.now += seconds
         self.send(*alive)
         return self.dog._find_problem(self.now)
@@ -79,15 +79,15 @@ def test_silent_processes_are_named(group):
     group.send(0, 1, step=128)
     group.dog.begin(128, "training")
     assert group.problem_after(20, 0) is None
-    # Process 2 was never heard of: it may still be starting.
+    # Process 2 was never heard from: it may still be starting.
     code, reason = group.problem_after(20, 0)
     assert code == ExitCode.STALLED
-    assert reason == "nothing was heard of process 1 (host1) for 30 s (hosts.timeout_s)"
+    assert reason == "nothing was heard from process 1 (host1) for 30 s (hosts.timeout_s)"
     _, reason = group.problem_after(60, 0)
-    assert "nothing was heard of process 1 (host1) and process 2 for 90 s" in reason
+    assert "nothing was heard from process 1 (host1) and process 2 for 90 s" in reason
     text = watchdog.describe_processes(group.dog._seen, group.now)
-    assert "process 1 (host1): step 128, starting; heard of 100 s ago" in text
-    assert "process 2: never heard of" in text
+    assert "process 1 (host1): step 128, starting; last heard from 100 s ago" in text
+    assert "process 2: never heard from" in text
 
 
 def test_a_coordinator_that_does_not_answer_is_named(group):
@@ -105,7 +105,7 @@ def test_a_process_that_has_failed_is_named(group):
     code, reason = group.problem_after(10, 0)
     assert code == ExitCode.DIVERGED
     assert reason == "process 2 (host2) failed: DivergedError: NaN"
-    # A process that ends by itself may finish that.
+    # A process that is already ending may finish.
     group.dog.announce_end(3, "DivergedError: NaN")
     assert group.problem_after(0, 0) is None
     assert "no process has made progress" in group.problem_after(85, 0)[1]
@@ -148,7 +148,7 @@ def test_the_start_has_a_limit_of_its_own(group):
     group.send(1, step=0, stages=2)
     assert group.problem_after(20, 0, 1, 2) is None
     _, reason = group.problem_after(20, 0, 1, 2)
-    assert "for 30 s (hosts.timeout_s); none is behind another" in reason
+    assert "for 30 s (hosts.timeout_s); none is behind the others" in reason
 
 
 def test_an_abort_names_its_cause(group):
@@ -202,7 +202,7 @@ def test_progress_that_another_thread_shows_changes_nothing_else(watch):
     assert dog._seen[0].state.exit_code == 3
 
 
-def test_a_failure_of_jax_waits_for_those_that_live(watch):
+def test_a_failure_of_jax_waits_for_heartbeats_of_the_others(watch):
     states = published(1) | published(2)
     dog = watch(states, LIMITS._replace(run_s=0.2))
     waiting = threading.Thread(target=dog.wait_until_others_are_alive, args=("JaxRuntimeError",))
@@ -210,7 +210,7 @@ def test_a_failure_of_jax_waits_for_those_that_live(watch):
     for heartbeats in range(2, 6):
         states |= published(1, heartbeats)
         wait_until(lambda n=heartbeats: dog._seen[1].state.heartbeats == n)
-    # Nothing new is heard of process 2.
+    # Nothing new is heard from process 2.
     waiting.join(0.3)
     assert waiting.is_alive()
     states |= published(2, 2, exit_code=0)

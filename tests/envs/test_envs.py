@@ -166,9 +166,9 @@ def test_unknown_names_are_reported(env, kwargs, params, message):
         envs.make_environment(env, kwargs, params)
 
 
-def test_a_class_that_is_no_environment_is_not_called(tmp_path):
+def test_a_class_that_is_not_an_environment_is_not_called(tmp_path):
     marker = tmp_path / "made"
-    with pytest.raises(ConfigError, match="'subprocess:Popen' is no gymnax environment"):
+    with pytest.raises(ConfigError, match="'subprocess:Popen' is not a gymnax environment"):
         envs.make_environment("subprocess:Popen", {"args": ["touch", str(marker)]}, {})
     assert not marker.exists()
 

@@ -248,7 +248,7 @@ def test_an_ambiguous_axis_of_channels_is_rejected(photos):
             photos(shape)
     with pytest.raises(ConfigError, match="channels='both' must be first or last"):
         photos((3, 6, 5), channels="both")
-    with pytest.raises(ConfigError, match="'color'; known are channels"):
+    with pytest.raises(ConfigError, match="'color'; known: channels"):
         photos((3, 6, 5), color="first")
     with pytest.raises(ConfigError, match="is for uint8 images"):
         envs.make_host_environment("gymnasium:CartPole-v1", {}, {"channels": "last"})

@@ -1,4 +1,4 @@
-"""Which environments of a workdir may be made without asking."""
+"""Which environments of a workdir may be made without permission."""
 
 import pytest
 

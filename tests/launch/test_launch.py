@@ -114,7 +114,7 @@ def launch(cloud, command: list, plan: list, **environment: str) -> subprocess.P
     return process
 
 
-# In the place of pip: shows that the source is there, and provides `python`.
+# Instead of pip: shows that the source is there, and provides `python`.
 INSTALL = f"test -f train.py && mkdir -p .venv/bin && ln -s '{sys.executable}' .venv/bin/python"
 
 
@@ -176,7 +176,7 @@ def posted(cloud, name: str) -> str:
 
 
 def simulate(*event: str) -> None:
-    """Lets something happen to the slice, see ``EVENTS`` of the stand-in."""
+    """Makes something happen to the slice, see ``EVENTS`` of the stand-in."""
     subprocess.run([sys.executable, "-S", FAKE, event[0], "pod", *event[1:]], check=True)
 
 
@@ -425,7 +425,7 @@ def test_worker_0_deletes_the_slice_of_a_launcher_that_was_killed(cloud):
     (delete,) = calls(cloud, "gcloud", "compute", "tpus", "queued-resources", "delete")
     flags = ["--force", "--async", "--quiet", "--zone=zone-a", "--project=project"]
     assert delete[5:] == ["pod", *flags]
-    process.communicate(timeout=60)  # what follows the log has ended, too
+    process.communicate(timeout=60)  # the process that follows the log has ended, too
 
 
 def test_tpu_vm_chooses_the_runtime_version(cloud):
@@ -455,7 +455,7 @@ def test_tpu_vm_chooses_the_runtime_version(cloud):
         (["--source=no/such"], "--source=no/such is neither a folder nor a URL"),
         (["--patience=1h"], "--patience=1h is not a whole number"),
         (["--keep", "--self_delete"], "--keep and --self_delete exclude each other"),
-        (["--accelerator_type=v5e-16"], "known are v2-N, v3-N, v4-N, v5litepod-N, v5p-N and v6e-N"),
+        (["--accelerator_type=v5e-16"], "known: v2-N, v3-N, v4-N, v5litepod-N, v5p-N and v6e-N"),
         (["--accelerator_type=v6e"], "unknown --accelerator_type=v6e;"),
         (["--accelerator_type=tpu7x-8"], "unknown --accelerator_type=tpu7x-8;"),
     ],
@@ -500,8 +500,8 @@ def test_slurm_requeues_what_can_be_resumed(cloud):
     assert calls(cloud, "scontrol") == [["scontrol", "requeue", "7"]] * 4
     for note in trained(cloud, 0) + trained(cloud, 1):
         assert note["argv"] == AWKWARD
-        assert note["gpus"] == "0,1,2,3"  # all of the node, where JAX would use one
-        assert note["cpus"] == "12"  # all of the task, where srun would use one
+        assert note["gpus"] == "0,1,2,3"  # all GPUs of the node; JAX would use one
+        assert note["cpus"] == "12"  # all cores of the task; srun would use one
     assert all(f"training {worker} 4" in slurm_log(cloud) for worker in (0, 1))
 
 
@@ -689,7 +689,7 @@ def matching_rule(jobset, code: int, conditions: set[str]) -> str | None:
 
 
 def action_for(jobset, code: int, conditions: set[str]) -> str:
-    """What happens when a pod ends so: Kubernetes' rules for the Job, then JobSet's."""
+    """What happens when a pod ends in this way: Kubernetes' rules for the Job, then JobSet's."""
     assert job_of(jobset)["spec"]["backoffLimit"] == 0
     reason, message = "PodFailurePolicy", matching_rule(jobset, code, conditions)
     if message is None:
@@ -714,7 +714,7 @@ def test_jobset_restarts_what_can_be_resumed(jobset):
 
 @pytest.mark.parametrize("code", [1, 4, 42, 137])
 def test_jobset_restarts_when_a_node_is_taken_away(jobset, code):
-    """Whatever the trainer ends with, unless that is final."""
+    """Whatever the exit code of the trainer, unless it is final."""
     action = action_for(jobset, code, {"DisruptionTarget"})
     assert action == "RestartJobSetAndIgnoreMaxRestarts"
 

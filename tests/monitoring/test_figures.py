@@ -210,7 +210,7 @@ def test_unfinished_runs_and_nan_are_drawn_with_a_warning(tmp_path, capsys):
 BAD = {
     "nothing": (lambda at: [str(at / "nothing")], "there is no such folder"),
     "no run": (lambda at: [str(at)], "is not a run: it has no config.json"),
-    "folder of runs": (lambda at: [write_run(at / "a") and str(at)], "it holds runs, specify"),
+    "folder of runs": (lambda at: [write_run(at / "a") and str(at)], "it contains runs, specify"),
     "file": (lambda at: [write_run(at / "a") + "/config.json"], "is a file, not a run"),
     "no rows": (lambda at: [write_run(at / "a", [])], "has no rows"),
     "no metrics": (lambda at: [without_metrics(at / "a")], "has no metrics.jsonl"),
@@ -228,7 +228,7 @@ BAD = {
     ),
     "twice": (
         lambda at: [write_run(at / "a"), write_run(at / "b")],
-        "b have the same config and the same seed, 0, so they are one sample",
+        "b have the same config and the same seed, 0, so they count as one sample",
     ),
     "nothing in common": (
         lambda at: [

@@ -129,7 +129,7 @@ def test_impossible_networks(changes, message):
         NetworkConfig(**changes)
 
 
-def test_convolutions_reject_observations_that_are_no_images_or_too_small():
+def test_convolutions_reject_observations_that_are_not_images_or_too_small():
     for torso, shape in itertools.product((*LAYERS, "resnet"), ((4,), (2, 2, 2))):
         if (torso, shape) == ("resnet", (2, 2, 2)):
             continue  # It pads, so it takes images of any size.

@@ -19,7 +19,7 @@ FIRST = [
     "pytest -m slow or not slow -n 0 tests/plan",
 ]
 NEXT = [FIRST[0], "pip install --quiet -e .[test]", "pytest"]
-# Appends its command line to a file, and fails if it is the one that is to fail.
+# Appends its command line to a file, and fails if this is the command that should fail.
 TOOL = """#!/bin/bash
 command="$(basename "$0") $*"
 echo "${command% }" >> "$COMMANDS"

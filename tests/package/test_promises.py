@@ -1,4 +1,4 @@
-"""What README, configs and docstrings promise, as far as no other test is about it."""
+"""Promises of README, configs and docstrings that no other test covers."""
 
 import dataclasses
 import pathlib

@@ -10,7 +10,7 @@ from podracer import envs
 from podracer.errors import ConfigError
 from podracer.storage.workdir import read_config
 
-# Settings with which a run compiles and ends soon.
+# Settings with which a run compiles and ends quickly.
 SMALL = {
     "total_steps": 128,
     "num_envs": 8,
@@ -33,7 +33,7 @@ def test_training_returns_weights_metrics_summary_and_policy(tmp_path, capsys):
     content = read_config(tmp_path / "run")
     assert content["architecture"] == "anakin"
     assert (content["config"]["agent"], content["config"]["learning_rate"]) == ("vtrace", 1e-2)
-    # Defaults beside what a section was given.
+    # Other settings of a section keep their defaults.
     assert content["config"]["network"]["hidden"] == [16]
     assert content["config"]["network"]["torso"] == "mlp"
     assert capsys.readouterr().out == ""

@@ -1,4 +1,4 @@
-"""A wheel, built and installed into an empty environment: what a user gets from the index."""
+"""A wheel, built and installed into an empty environment: what a user installs."""
 
 import json
 import os

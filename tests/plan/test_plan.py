@@ -132,7 +132,7 @@ def run(*arguments):
     [
         (
             [],
-            "--topology is missing; give for example --topology=v5e:4x4, or another one of v2:2x2",
+            "--topology is missing; specify for example --topology=v5e:4x4, or another of v2:2x2",
         ),
         (["--topology=v9:8x8"], "unknown topology 'v9:8x8'; did you mean"),
         (["--topology=moon"], "v3:32x32"),
@@ -147,7 +147,7 @@ def test_impossible_arguments_are_rejected_with_a_one_line_error(arguments, mess
     assert error.count("\n") == 1
 
 
-def test_a_missing_tpu_compiler_is_rejected_with_what_to_install(monkeypatch, capsys):
+def test_a_missing_tpu_compiler_is_rejected_with_the_install_command(monkeypatch, capsys):
     monkeypatch.setattr(chips.importlib.util, "find_spec", lambda name: None)
     assert run("--topology=v5e:4x4") == ExitCode.CONFIG
     assert "pip install 'podracer-rl[tpu]'" in capsys.readouterr().err
@@ -306,7 +306,7 @@ def test_the_atari_learner_scales_to_a_full_pod(libtpu):
 @needs_libtpu
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_run_that_is_too_large_is_told_sizes_that_fit(libtpu, capsys):
+def test_a_run_that_is_too_large_reports_sizes_that_fit(libtpu, capsys):
     tpu_slice = chips.get_slice("v5e:2x2")
     config = config_of("cartpole.py", num_envs=2**22, num_epochs=1)
     env = programs.make_env(config, "anakin")

@@ -29,7 +29,7 @@ SOLO = {
     "sebulba__learner_devices": (0,),
     "sebulba__threads": 1,
 }
-# Two actor devices with four actor threads in all, and two learner devices.
+# Two actor devices with four actor threads in total, and two learner devices.
 TWO_AND_TWO = {"sebulba__actor_devices": (0, 1), "sebulba__learner_devices": (2, 3)}
 # An actor device with two actor threads, and two learner devices.
 ONE_AND_TWO = {"sebulba__actor_devices": (0,), "sebulba__learner_devices": (1, 2)}

@@ -67,8 +67,8 @@ def test_restarts_are_counted_over_a_period():
             pool.step(np.zeros(2))
     (note,) = info.value.__notes__
     assert note == (
-        "(the pool was rebuilt 2 times (sebulba.max_restarts) in 100 seconds "
-        "(sebulba.restart_window_s) before)"
+        "(the pool had already been rebuilt 2 times (sebulba.max_restarts) in 100 seconds "
+        "(sebulba.restart_window_s))"
     )
 
 
@@ -84,7 +84,7 @@ def test_a_pool_is_not_rebuilt_when_the_run_stops():
     pool = make_pool([OSError("crashed")], supervisor, LastPool)
     with pytest.raises(Stopped):
         pool.step(np.zeros(2))
-    # Of the crash alone.
+    # Only the crash is reported.
     assert len(warnings) == 1
     assert pool.restarts == 1
 

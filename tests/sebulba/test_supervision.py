@@ -1,4 +1,4 @@
-"""No thread fails or hangs silently, and nothing waits for ever."""
+"""No thread fails or hangs silently, and nothing waits forever."""
 
 import os
 import signal
@@ -78,7 +78,7 @@ def test_a_broken_pool_is_rebuilt_and_reported(how, capsys):
     config = sebulba_config(**SIZES, sebulba__max_restarts=100)
     result = train(config, faulty.broken(20, how), quiet=False)
     # Ten unrolls of 8 steps, in four threads: each pool fails at its step 20 and is then new, so
-    # that it fails after 20, 40, 60 and 80 steps in all.
+    # that it fails after 20, 40, 60 and 80 steps in total.
     assert [row["actor/restarts"] // 4 for row in result.metrics] == [0, 0, 1, 1, 2, 2, 2, 3, 3, 4]
     assert np.isfinite([row["loss/total"] for row in result.metrics]).all()
     errors = {
@@ -98,7 +98,7 @@ def test_past_the_cap_the_run_stops_at_once_with_name_and_traceback(how):
     with pytest.raises(ActorError, match=r"thread 'actor \d.\d' failed") as info:
         train(config, env)
     assert "Traceback" in str(info.value)
-    assert "(the pool was rebuilt 2 times (sebulba.max_restarts)" in str(info.value)
+    assert "(the pool had already been rebuilt 2 times (sebulba.max_restarts)" in str(info.value)
     what = {
         "raise": "the simulator has crashed",
         "nan": "NaN or infinite",
@@ -147,7 +147,7 @@ def test_a_failure_after_the_last_unroll_is_not_lost(monkeypatch):
         train(sebulba_config(**ALTERNATING), faulty.make_environment(faulty.EchoPool))
 
 
-def test_divergence_is_no_fault_of_the_environment():
+def test_divergence_is_not_blamed_on_the_environment():
     """NaN weights are never acted with: many updates a call, and a pool that checks its actions."""
     config = sebulba_config(
         **SIZES, learning_rate=1e38, max_grad_norm=0.0, updates_per_call=10, optimizer="rmsprop"
@@ -169,8 +169,8 @@ def test_a_hang_anywhere_in_an_actor_is_noticed(monkeypatch, now):
         train(sebulba_config(**ALTERNATING))
 
 
-def test_slow_updates_are_no_hang(monkeypatch, now):
-    """Of 300 seconds each, where other activities may take 120."""
+def test_slow_updates_do_not_count_as_hangs(monkeypatch, now):
+    """Updates take 300 seconds each, while other activities may take 120."""
     check, checks, from_parts = Supervisor.check, [], mesh.from_parts
 
     def counted_check(self):
@@ -228,7 +228,7 @@ def test_an_evaluation_that_hangs_or_fails_stops_the_run(how, message, now):
     fail = hang(now, 121) if how == "hang" else how
 
     def make_pool(seeds):
-        # Evaluation's pool alone is of eight environments.
+        # Only the evaluation's pool has eight environments.
         pool = dummy.CountingPool(seeds)
         return faulty.BrokenPool(pool, 2, fail) if len(seeds) == 8 else pool
 
@@ -238,7 +238,7 @@ def test_an_evaluation_that_hangs_or_fails_stops_the_run(how, message, now):
 
 
 def test_ctrl_c_ends_an_evaluation(now):
-    """Which would not end by itself."""
+    """The evaluation would not end by itself."""
 
     def interrupt():
         os.kill(os.getpid(), signal.SIGINT)

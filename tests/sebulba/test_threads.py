@@ -1,4 +1,4 @@
-"""Threads are watched by limits that fit what they do, and none waits for ever."""
+"""Threads are watched by limits that fit what they do, and none waits forever."""
 
 import threading
 
@@ -62,7 +62,7 @@ def test_an_activity_hangs_once_its_limit_is_over(on_device):
     assert "ended.wait()" in stack
 
 
-def test_a_wait_for_another_thread_is_no_hang():
+def test_a_wait_for_another_thread_does_not_count_as_a_hang():
     now = FakeClock()
     with Supervisor(HangLimits(120.0, 1800.0), print, now) as supervisor:
         worker = WorkerThread(supervisor, "worker")

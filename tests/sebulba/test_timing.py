@@ -46,7 +46,7 @@ def counts(monkeypatch):
 
 
 def test_waits_for_the_learner_leave_its_pauses_out(monkeypatch, counts):
-    """By a clock that advances only in updates and evaluations, while all actors wait."""
+    """With a clock that advances only in updates and evaluations, while all actors wait."""
     now = FakeClock()
     for module in (metrics, pipeline):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=now))

@@ -8,7 +8,7 @@ from podracer.training import command_line
 from tests.helpers import ROOT
 
 
-def test_a_run_leaves_what_anakin_leaves(tmp_path, capsys):
+def test_a_run_writes_the_same_files_as_anakin(tmp_path, capsys):
     argv = [
         "sebulba",
         f"--config={ROOT}/configs/cartpole.py",

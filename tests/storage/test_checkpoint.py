@@ -20,7 +20,7 @@ from podracer.distributed.checksum import checksum
 from podracer.distributed.processes import Processes
 from podracer.storage import checkpoint, retry
 from podracer.storage.checkpoint import Checkpoints, Progress
-from tests.training.resuming import Stops, bits, resumable, timeless
+from tests.training.resuming import Stops, bits, resumable, without_times
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def best(workdir, result) -> int:
 
 
 def test_an_evaluation_after_an_interrupted_one_saves_the_best_weights(tmp_path, monkeypatch):
-    # The signal finds the evaluation due after update 4, whose weights then turn out the best.
+    # The signal interrupts the evaluation after update 4, whose weights turn out to be the best.
     config = resumable(checkpoint__keep=1)
     left = play(monkeypatch, 5.0, 2.0, 1.0)
     Stops(monkeypatch, 3)
@@ -158,7 +158,7 @@ def test_a_damaged_checkpoint_is_skipped_in_favour_of_the_one_before(how, tmp_pa
     assert "checkpoint 10 is damaged (" in out
     assert "resumed from update 9" in out
     assert bits(again.weights) == bits(whole.weights)
-    assert timeless(again.metrics) == timeless(whole.metrics)
+    assert without_times(again.metrics) == without_times(whole.metrics)
     assert list((tmp_path / "run" / "damaged_checkpoints").iterdir())
     # The new one is complete.
     again = anakin.train(resumable(), tmp_path / "run", quiet=True)
@@ -266,7 +266,7 @@ def test_damaged_weights_are_not_loaded(which, tmp_path):
         checkpoint.load_weights(tmp_path, which, like)
 
 
-def test_a_checkpoint_that_may_not_be_read_is_for_the_user_to_change(tmp_path, monkeypatch):
+def test_a_checkpoint_without_read_permission_is_a_config_error(tmp_path, monkeypatch):
     saved(tmp_path, (1, 2))
 
     def fail(*_, **__):

@@ -39,7 +39,7 @@ TRANSIENT = [
     aiohttp.ClientError(),
     google.api_core.exceptions.ServiceUnavailable("x"),
     google.auth.exceptions.TransportError("x"),
-    # What follows from a transient error is no damage.
+    # The consequence of a transient error is not damage.
     chained(ValueError("not JSON"), OSError(errno.EIO, "Input/output error")),
     chained(Exception("while reading array index"), ValueError("DEADLINE_EXCEEDED: x")),
     ExceptionGroup("x", [ValueError("not JSON"), ConnectionResetError()]),

@@ -81,13 +81,13 @@ def test_a_lasting_transient_error_at_the_start_can_be_tried_again_later(tmp_pat
         Workdir(tmp_path / "run", restart=False, log=[].append)
 
 
-def test_a_missing_permission_is_for_the_user_to_change(tmp_path, monkeypatch):
+def test_a_missing_permission_is_a_config_error(tmp_path, monkeypatch):
     failing(monkeypatch, PermissionError(errno.EACCES, "Permission denied"), 1000)
     with pytest.raises(ConfigError, match="is not writable: Permission denied; specify another"):
         Workdir(tmp_path / "run", restart=False, log=[].append)
 
 
-def test_a_file_in_place_of_the_folder_is_for_the_user_to_change(tmp_path):
+def test_a_file_in_place_of_the_folder_is_a_config_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="is not writable: "):
         Workdir(tmp_path / "file" / "run", restart=False, log=[].append)

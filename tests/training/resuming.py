@@ -23,7 +23,7 @@ def resumable(**changes):
             "total_steps": 16 * 8 * 10,
             "evaluation__every": 4,
             "checkpoint__every": 1,
-            # By this no program knows how long a run is: each is compiled once.
+            # Then programs do not depend on a run's length, so each is compiled only once.
             "anneal": False,
             **changes,
         }
@@ -34,8 +34,8 @@ def bits(tree) -> list[bytes]:
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(jax.device_get(tree))]
 
 
-def timeless(rows):
-    """Rows without what a clock says."""
+def without_times(rows):
+    """Rows of metrics without measured times."""
     return [{k: v for k, v in row.items() if "time" not in k} for row in rows]
 
 
@@ -49,7 +49,7 @@ class Stops:
         def stop(session, state, update):
             if self._left and update >= self._left[0]:
                 self._left.pop(0)
-                # Noted now, obeyed after the call that follows.
+                # Recorded now; the run stops after the next call.
                 os.kill(os.getpid(), by)
             return profile(session, state, update)
 

@@ -41,7 +41,7 @@ def check_transfer(array) -> None:
 
 @pytest.fixture
 def accelerator(monkeypatch):
-    """Arrays on the CPU are as closed to the host as those of an accelerator."""
+    """Makes arrays on the CPU as inaccessible to the host as those on an accelerator."""
     value, copy = ARRAY._value, ARRAY.copy_to_host_async
 
     def checked_value(array):
@@ -57,7 +57,7 @@ def accelerator(monkeypatch):
 
     monkeypatch.setattr(ARRAY, "_value", property(checked_value))
     monkeypatch.setattr(ARRAY, "copy_to_host_async", checked_copy)
-    # numpy would take an array's memory without asking, which no accelerator offers.
+    # numpy would access an array's memory directly, which is impossible on an accelerator.
     address = ctypes.c_void_p.from_address(id(ARRAY) + BUFFER_OFFSET).value
     get_buffer = ctypes.c_void_p.from_address(address)
     before, get_buffer.value = get_buffer.value, None

@@ -26,7 +26,7 @@ SMALL = [
 
 
 def small():
-    """An update that compiles soon."""
+    """An update that compiles quickly."""
     config = default_config()
     config.total_steps, config.num_envs, config.unroll_length = 128, 8, 16
     config.num_epochs = config.num_minibatches = 1
@@ -53,7 +53,7 @@ BAD = {
     "option": (["--workdr=x"], "Did you mean: workdir"),
     "environments by devices": (
         ["--config.num_envs=12", "--config.cpu_devices=8"],
-        "num_envs=12 does not divide over 8",
+        "num_envs=12 does not divide evenly over 8",
     ),
     "batch by minibatches": (
         ["--config.num_minibatches=7"],
@@ -92,7 +92,7 @@ def nothing_compiles(monkeypatch):
     def compiles(*args):
         raise AssertionError("compiled")
 
-    # By the module's name: the package shows its function of the same name.
+    # Imported by name, because tests replace a function of this module.
     module = importlib.import_module("podracer.anakin.trainer")
     monkeypatch.setattr(module, "compile_program", compiles)
 
@@ -120,7 +120,7 @@ CONFIG_ERRORS = {
 
 
 @pytest.mark.parametrize("name", CONFIG_ERRORS)
-def test_configs_that_do_not_exist_or_are_no_configs(name, tmp_path, capsys, monkeypatch):
+def test_configs_that_do_not_exist_or_are_invalid(name, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(CARTPOLE.parent)
     (tmp_path / "empty.py").write_text("x = 1\n")
@@ -200,7 +200,7 @@ def test_a_tracker_whose_package_is_missing(tmp_path, capsys, monkeypatch, nothi
     assert not (tmp_path / "run").exists()
 
 
-def test_workdir_of_a_run_that_is_going_on(tmp_path, capsys, nothing_compiles):
+def test_workdir_of_a_run_that_is_still_running(tmp_path, capsys, nothing_compiles):
     with contextlib.closing(Workdir(tmp_path / "run", restart=False, log=print)):
         assert run(tmp_path) == ExitCode.CONFIG
     assert "belongs to a run that is still running" in capsys.readouterr().err
@@ -251,7 +251,7 @@ def test_an_unexpected_error_ends_in_exit_code_1_with_its_traceback(capsys):
     assert lines[-1] == "ZeroDivisionError: what happened"
 
 
-def test_a_run_leaves_what_it_promises(tmp_path, capsys):
+def test_a_run_writes_the_documented_files(tmp_path, capsys):
     changes = ["--config.seed=7", "--config.evaluation.every=4", "--config.cpu_devices=8"]
     assert run(tmp_path, *changes, "--config.env_params.gravity=9.5") == ExitCode.OK
     out = capsys.readouterr().out
@@ -285,7 +285,7 @@ def test_a_run_leaves_what_it_promises(tmp_path, capsys):
         assert ("eval/episode_return" in row) == (row["step"] % 512 == 0)
     assert any("train/episode_return" in row for row in rows)
 
-    # Begun anew, nothing of the first run is lost.
+    # After a restart, nothing of the first run is lost.
     assert run(tmp_path, *changes, "--restart") == ExitCode.OK
     assert json.loads((tmp_path / "run.1" / "summary.json").read_text()) == summary
 
@@ -326,8 +326,8 @@ def test_evaluation_never_hangs_on_an_episode_that_does_not_end():
     assert row["eval/episode_return"] == sum(range(21))
 
 
-def test_what_is_truncated_at_the_cap_is_complete():
-    """That an episode was truncated shows in the step after its last, which is past the cap."""
+def test_an_episode_truncated_at_the_cap_is_complete():
+    """A truncation becomes visible in the step after the last one, which is past the cap."""
     config = small()
     config.env_params = {"max_steps_in_episode": 5}
     config.evaluation.episodes = 4
@@ -345,7 +345,7 @@ def test_evaluation_samples_where_it_is_not_greedy():
     for greedy in (True, False):
         config.evaluation.greedy = greedy
         rows.append(anakin.train(config, quiet=True).metrics[-1])
-    # +1 or -1 an episode. After a single update the right actions are the most probable ones, by
+    # +1 or -1 per episode. After a single update the right actions are the most probable ones, by
     # so little that samples are about as often wrong as right.
     assert (rows[0]["eval/episode_return"], rows[0]["eval/episode_return_std"]) == (1, 0)
     assert abs(rows[1]["eval/episode_return"]) < 0.5

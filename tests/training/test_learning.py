@@ -56,7 +56,7 @@ def test_memory_chain_is_learned_with_a_memory_and_not_without(core, tmp_path):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("agent", ["ppo", "vtrace"])
 def test_cartpole_is_learned_with_every_seed(agent, tmp_path):
-    """With the settings that peers are measured with: 4 environments x 128 steps, 500 k steps."""
+    """With the settings at which others are measured: 4 environments x 128 steps, 500 k steps."""
     returns = [
         final_return(
             tmp_path / str(seed),

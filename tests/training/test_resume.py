@@ -15,8 +15,8 @@ from tests.training.resuming import (
     last_arrays,
     resumable,
     rows_of,
-    timeless,
     until_done,
+    without_times,
 )
 
 
@@ -34,14 +34,14 @@ from tests.training.resuming import (
     ],
     ids=str,
 )
-def test_stopped_and_resumed_is_never_stopped(changes, tmp_path, monkeypatch):
+def test_a_resumed_run_equals_an_uninterrupted_one(changes, tmp_path, monkeypatch):
     run = resumable(num_minibatches=2, anneal=True, **changes)
     whole = anakin.train(run, tmp_path / "whole", quiet=True)
     Stops(monkeypatch, 1, 3, 6)
     parts, stops = until_done(anakin.train, run, tmp_path / "parts")
     assert stops == 3
     assert bits(parts.weights) == bits(whole.weights)
-    assert timeless(parts.metrics) == timeless(whole.metrics)
+    assert without_times(parts.metrics) == without_times(whole.metrics)
     # All of the state: optimizer, environments, memory, keys.
     states = [last_arrays(tmp_path / name) for name in ("whole", "parts")]
     assert states[0].keys() == states[1].keys()
@@ -58,7 +58,7 @@ def test_a_finished_run_is_not_trained_again(tmp_path):
     again = anakin.train(resumable(), tmp_path / "run", quiet=True)
     assert bits(again.weights) == bits(first.weights)
     assert again.metrics == first.metrics
-    # A longer run is resumed; that its learning rate anneals otherwise is the user's choice.
+    # A longer run is resumed; that its learning rate is annealed differently is the user's choice.
     longer = anakin.train(resumable(total_steps=16 * 8 * 12), tmp_path / "run", quiet=True)
     assert longer.metrics[:10] == first.metrics
     assert longer.summary["env_steps"] == 16 * 8 * 12
@@ -71,17 +71,17 @@ def test_a_run_that_is_made_shorter_is_evaluated_where_it_stopped(tmp_path, monk
     result = anakin.train(resumable(total_steps=16 * 8 * 3), tmp_path / "run", quiet=True)
     assert [row["step"] for row in result.metrics] == [128 * (i + 1) for i in range(5)]
     assert result.summary["eval_return_mean"] == result.metrics[-1]["eval/episode_return"]
-    assert timeless(rows_of(tmp_path / "run")) == timeless(result.metrics)
+    assert without_times(rows_of(tmp_path / "run")) == without_times(result.metrics)
 
 
 def test_an_evaluation_that_a_signal_interrupts_is_left_to_the_next_start(tmp_path, monkeypatch):
     run = resumable()
     whole = anakin.train(run, tmp_path / "whole", quiet=True)
-    # The fourth and the last call end with an evaluation: the signal finds it due.
+    # The fourth and the last call end with an evaluation, which the signal interrupts.
     Stops(monkeypatch, 3, 9)
     parts, stops = until_done(anakin.train, run, tmp_path / "parts")
     assert stops == 2
-    assert timeless(parts.metrics) == timeless(whole.metrics)
+    assert without_times(parts.metrics) == without_times(whole.metrics)
     assert bits(parts.weights) == bits(whole.weights)
     rows = (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()
     assert len(rows) == 10
@@ -176,7 +176,7 @@ def test_a_workdir_that_is_deleted_during_the_run_is_written_again(tmp_path, mon
     assert (tmp_path / "run" / "config.json").exists()
     again = anakin.train(resumable(), tmp_path / "run", quiet=True)
     assert bits(again.weights) == bits(whole.weights)
-    assert timeless(again.metrics) == timeless(whole.metrics)
+    assert without_times(again.metrics) == without_times(whole.metrics)
 
 
 def test_a_divergence_leaves_the_checkpoint_before_it(tmp_path):

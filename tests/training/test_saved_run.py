@@ -305,7 +305,7 @@ STRANGERS = {
         {"args": ["touch", "MARKER"]},
         False,
         "imports the module 'subprocess'",
-        "is no gymnax environment",
+        "is not a gymnax environment",
     ),
     "a module that registers environments": (
         "gymnasium:evil_module:Evil-v0",
@@ -341,7 +341,7 @@ def test_a_stranger_s_workdir_runs_nothing_without_permission(
     (workdir / "config.json").write_text(json.dumps(config))
     hint = re.escape(f"add --allow_env={env_id} (from Python: allow_env={env_id!r})")
     for play in (saved_run.evaluate, saved_run.load_policy):
-        # Permission for another environment is none for this one.
+        # Permission for another environment does not permit this one.
         for other in (None, "evil_module:Other"):
             with pytest.raises(ConfigError, match=f"{re.escape(env_id)}' {reason}.*{hint}"):
                 play(workdir, allow_env=other)

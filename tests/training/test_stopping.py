@@ -13,7 +13,7 @@ import pytest
 
 from podracer import anakin
 from podracer.errors import ExitCode
-from tests.training.resuming import Stops, last_arrays, resumable, rows_of, timeless
+from tests.training.resuming import Stops, last_arrays, resumable, rows_of, without_times
 
 ROOT = Path(__file__).parents[2]
 CARTPOLE = str(ROOT / "configs" / "cartpole.py")
@@ -138,5 +138,5 @@ def test_twenty_kills_change_nothing(tmp_path):
     rows = rows_of(tmp_path / "run")
     steps = [row["step"] for row in rows]
     assert all(a < b for a, b in itertools.pairwise(steps))
-    assert timeless(rows) == timeless(rows_of(tmp_path / "whole"))
+    assert without_times(rows) == without_times(rows_of(tmp_path / "whole"))
     assert math.isclose(rows[-1]["eval/episode_return"], 500, abs_tol=100)

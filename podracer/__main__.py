@@ -36,14 +36,10 @@ def run(argv: Sequence[str]) -> None:
         raise unknown("command", name, COMMANDS)
     else:
         sys.argv[1:] = arguments
-<<<<<<< HEAD
         # As for ``python -m``, so that a user's own environments are found.
         if not sys.flags.safe_path and os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
-        # Only here are JAX and the command imported, and its environment variables set before.
-=======
         # Imported only here, so that a command can set environment variables before JAX starts.
->>>>>>> lang
         runpy.run_module(f"podracer.{name}", run_name="__main__", alter_sys=True)
 
 

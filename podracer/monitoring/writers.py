@@ -63,12 +63,8 @@ def make_writer(
       warn: shows a warning to the user; called once for each service that fails.
 
     Raises:
-<<<<<<< HEAD
       ConfigError: a package is not installed, or a service can't be used.
       TransientError: a service that the run has used before can't be used at present.
-=======
-      ConfigError: a package is not installed, or a service does not respond.
->>>>>>> lang
     """
     writers = []
     if logging.tensorboard:

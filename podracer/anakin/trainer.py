@@ -34,14 +34,16 @@ def train(
       **options: see ``training.options.Options``.
 
     Returns:
-      The trained weights, all rows of metrics, and the summary.
+      The trained weights, all rows of metrics, the summary, and the trained policy.
 
     Raises:
       ConfigError: an impossible setting, before anything compiles.
       DivergedError: a loss or gradient became NaN or infinite.
       DriftError: devices no longer hold the same weights.
       PreemptedError: the run was asked to end by SIGTERM, and has been saved.
+      DisplacedError: the workdir, in a bucket, belongs to another run now.
       SaveError: the run could not be saved or read back.
+      TransientError: storage or the network still failed after several attempts.
     """
     parsed = config_lib.parse(config)
     with open_session("anakin", prepare, parsed, workdir, options) as (program, session, clock):

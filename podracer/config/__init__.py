@@ -155,7 +155,8 @@ class Config:
         "gymnasium:LunarLander-v3"), or as "module:Class" for a gymnax environment of your own.
       env_kwargs: keyword arguments of the environment's constructor.
       env_params: values for fields of a gymnax environment's parameters; other fields keep their
-        defaults.
+        defaults. Of a Gymnasium environment that observes images, "channels" is the place of their
+        channels, "first" or "last"; without it they are last.
       agent: the algorithm, "ppo" or "vtrace".
       seed: seed of all random numbers, below 2^32.
       num_seeds: number of independent agents that are trained at once in one program, with the

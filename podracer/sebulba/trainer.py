@@ -40,7 +40,7 @@ def train(
       **options: see ``training.options.Options``.
 
     Returns:
-      The trained weights, all rows of metrics, and the summary.
+      The trained weights, all rows of metrics, the summary, and the trained policy.
 
     Raises:
       ConfigError: an impossible setting, before anything compiles.
@@ -48,7 +48,9 @@ def train(
       DriftError: devices no longer hold the same weights.
       ActorError: a thread failed or hangs.
       PreemptedError: the run was asked to end by SIGTERM, and has been saved.
+      DisplacedError: the workdir, in a bucket, belongs to another run now.
       SaveError: the run could not be saved or read back.
+      TransientError: storage or the network still failed after several attempts.
     """
     parsed = config_lib.parse(config)
     with open_session("sebulba", lambda config, _: prepare(config), parsed, workdir, options) as (

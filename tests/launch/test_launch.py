@@ -199,6 +199,26 @@ def test_help_lists_every_option():
     assert len(tpu_vm_options()) > 10
     listed = set(re.findall(r"^  (--[a-z_]+)", shown, flags=re.MULTILINE))
     assert tpu_vm_options() - {"--help"} == listed
+    # Each default that it names is the script's.
+    script = (LAUNCH / "tpu_vm.sh").read_text()
+    flags = re.findall(r"^  --([a-z_]+)=(.*?)(?=^  --|\n\n)", shown, re.MULTILINE | re.DOTALL)
+    named = {name: re.search(r"default:\s+(\d+)", text) for name, text in flags}
+    numbers = {name: found[1] for name, found in named.items() if found}
+    assert numbers.keys() >= {"max_restarts", "backoff", "retry_for", "patience", "poll"}
+    for name, number in numbers.items():
+        assert re.search(rf"\b{name}={number}\b", script), name
+    # A cloud that rejects a deletion for some minutes must not leave a slice behind.
+    assert numbers["retry_for"] == "600"
+
+
+def test_tpu_vm_pauses_longer_after_each_failure():
+    script = (LAUNCH / "tpu_vm.sh").read_text()
+    (pause,) = re.findall(r"^pause\(\) \{.*?^\}", script, re.MULTILINE | re.DOTALL)
+    code = (
+        f"backoff=30; sleep() {{ echo $1; }}\n{pause}\nfor n in 0 1 2 3 4 5 70; do pause $n; done"
+    )
+    shown = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.split() == ["30", "60", "120", "240", "480", "600", "600"]
 
 
 def test_tpu_vm_creates_installs_trains_and_deletes(cloud):
@@ -841,6 +861,14 @@ def test_gke_page_fits_the_manifest(jobset):
         f"--tpu-topology={pod['nodeSelector']['cloud.google.com/gke-tpu-topology']}",
         f"--num-nodes={job['parallelism']}",
     } <= set(pool)
+    commands = [" ".join(c) for c in shell_commands("gke", "gcloud")]
+    for needed in (
+        "artifacts repositories create REPOSITORY .*--repository-format=docker",
+        "artifacts repositories add-iam-policy-binding REPOSITORY .*roles/artifactregistry.reader",
+        "projects add-iam-policy-binding PROJECT ",
+        "auth configure-docker REGION-docker.pkg.dev",
+    ):
+        assert [c for c in commands if re.match(needed, c)], needed
     docker = shell_commands("gke", "docker")
     assert [command[0] for command in docker] == ["build", "push"]
     assert {"--platform=linux/amd64", "--file=launch/Dockerfile"} <= set(docker[0])

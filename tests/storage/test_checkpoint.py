@@ -205,6 +205,21 @@ def test_arrays_that_are_not_those_that_were_saved_are_damage(tmp_path):
     assert bits(restored) == bits(state(1))
 
 
+def test_arrays_are_found_by_the_names_of_earlier_commits(tmp_path):
+    def state(carry):
+        return jax.tree.map(jax.numpy.asarray, {**STATE, "rollout": {"carry": carry, "x": 1.0}})
+
+    core = {"c": np.arange(3.0), "h": np.ones(2)}
+    saving = checkpoints(tmp_path)
+    saving.save(state({"memory": core, "total": 2.0}), Progress(1), None)
+    saving.close()
+    expected = state({"network": core, "total": 2.0})
+    restored, progress = checkpoints(tmp_path).restore(jax.tree.map(lambda x: x * 0, expected))
+    assert progress.update == 1
+    assert jax.tree.structure(restored) == jax.tree.structure(expected)
+    assert bits(restored) == bits(expected)
+
+
 def raised_from(error, cause):
     error.__cause__ = cause
     return error

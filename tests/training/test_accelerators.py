@@ -18,6 +18,7 @@ import pytest
 from jax._src.lib import guard_lib
 
 from podracer import anakin, errors, sebulba
+from podracer.sebulba.threads import Supervisor
 from podracer.training import saved_run
 from tests.training.resuming import Stops, resumable
 
@@ -119,34 +120,50 @@ CONFIG = {
 }  # fmt: skip
 
 
-def test_a_run_of_anakin_makes_no_copy_that_is_not_allowed(accelerator, tmp_path, monkeypatch):
-    config, levels = resumable(**CONFIG), spy_on_saves(monkeypatch)
-    result = stop_and_resume(anakin.train, config, tmp_path / "run", monkeypatch, profile=1)
+def check_run(train, config, workdir, monkeypatch) -> None:
+    """Stops, resumes and evaluates a run, and starts another one from its weights."""
+    levels = spy_on_saves(monkeypatch)
+    result = stop_and_resume(train, config, workdir, monkeypatch, profile=1)
     assert levels
     assert set(levels) == {(LEVELS.ALLOW, LEVELS.DISALLOW, LEVELS.DISALLOW)}
-    evaluated = saved_run.evaluate(tmp_path / "run")
+    evaluated = saved_run.evaluate(workdir)
     assert evaluated["return_mean"] == result.summary["eval_return_mean"]
-    # And with weights that another run has saved.
-    again = anakin.train(
-        dataclasses.replace(config, learning_rate=1e-30, total_steps=16 * 8),
-        quiet=True,
-        init_from=tmp_path / "run",
-    )
+    short = dataclasses.replace(config, learning_rate=1e-30, total_steps=16 * 8)
+    again = train(short, quiet=True, init_from=workdir)
     for a, b in zip(jax.tree.leaves(again.weights), jax.tree.leaves(result.weights), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-def test_a_run_of_sebulba_makes_no_copy_that_is_not_allowed(accelerator, tmp_path, monkeypatch):
+def test_a_run_of_anakin_makes_no_copy_that_is_not_allowed(accelerator, tmp_path, monkeypatch):
+    check_run(anakin.train, resumable(**CONFIG), tmp_path / "run", monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "learners",
+    [
+        # A machine with one accelerator acts and learns on it.
+        (0,),
+        pytest.param((1, 2), marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_of_sebulba_makes_no_copy_that_is_not_allowed(
+    learners, accelerator, tmp_path, monkeypatch
+):
     config = resumable(
         env="dummy:counting", cpu_devices=8, sebulba__actor_devices=(0,),
-        sebulba__learner_devices=(1, 2), **CONFIG,
+        sebulba__learner_devices=learners, **CONFIG,
     )  # fmt: skip
-    levels = spy_on_saves(monkeypatch)
-    stop_and_resume(sebulba.train, config, tmp_path / "run", monkeypatch, profile=1)
-    assert levels
-    assert set(levels) == {(LEVELS.ALLOW, LEVELS.DISALLOW, LEVELS.DISALLOW)}
+    guards, measure_update = [], Supervisor.measure_update
+
+    def spy(supervisor):
+        guards.append(guard_lib.thread_local_state().host_to_device)
+        return measure_update(supervisor)
+
+    monkeypatch.setattr(Supervisor, "measure_update", spy)
+    check_run(sebulba.train, config, tmp_path / "run", monkeypatch)
+    assert set(guards) == {LEVELS.DISALLOW}
 
 
-def test_several_agents_make_no_copy_that_is_not_allowed(accelerator, tmp_path):
+def test_several_agents_make_no_copy_that_is_not_allowed(accelerator, tmp_path, monkeypatch):
     config = resumable(**CONFIG, num_seeds=2)
-    anakin.train(config, tmp_path / "run", quiet=True)
+    stop_and_resume(anakin.train, config, tmp_path / "run", monkeypatch)

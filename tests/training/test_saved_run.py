@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageSequence
 
-from podracer import anakin, envs, evaluate, sebulba
+from podracer import anakin, envs, evaluate, look, plot, sebulba
 from podracer.acting import rendering
 from podracer.acting.policy import Policy
 from podracer.errors import ConfigError, ExitCode
@@ -352,6 +352,22 @@ def test_a_stranger_s_workdir_runs_nothing_without_permission(
             saved_run.evaluate(workdir, allow_env=env_id)
         assert marker.exists() == ("evil_module" in env_id)
         sys.modules.pop("evil_module", None)
+
+
+def test_drawing_a_stranger_s_run_imports_nothing_that_it_names(tmp_path, monkeypatch):
+    marker = tmp_path / "marker"
+    (tmp_path / "evil_module.py").write_text(f"open({str(marker)!r}, 'w').close()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    run = tmp_path / "run"
+    run.mkdir()
+    config = dataclasses.asdict(make_config()) | {"env": "evil_module:Environment"}
+    content = {"config": config, "architecture": "anakin", "sizes": {"total_steps": 8}}
+    (run / "config.json").write_text(json.dumps(content))
+    row = {"step": 4, "wall_time": 1.0, "train/episode_return": 1.0, "train/episodes": 1}
+    (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    assert look.main([str(run)]) == ExitCode.OK
+    assert plot.main([str(run), f"--out={tmp_path / 'curve'}"]) == ExitCode.OK
+    assert not marker.exists()
 
 
 def test_an_own_environment_is_evaluated_with_permission(left_by, capsys):

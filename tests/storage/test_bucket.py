@@ -292,6 +292,7 @@ def test_a_run_in_a_bucket_equals_one_in_a_folder(store, run, tmp_path, monkeypa
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.slow
 def test_damaged_and_incomplete_checkpoints_are_skipped(store, run):
     state = {"train": {"weights": {"a": jax.numpy.arange(12.0)}}, "key": jax.numpy.arange(3)}
     logged = []

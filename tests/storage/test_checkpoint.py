@@ -20,7 +20,7 @@ from podracer.distributed.checksum import checksum
 from podracer.distributed.processes import Processes
 from podracer.storage import checkpoint, retry
 from podracer.storage.checkpoint import Checkpoints, Progress
-from tests.training.resuming import Stops, bits, resumable, without_times
+from tests.training.resuming import Stops, bits, finished_run, resumable, without_times
 
 
 @pytest.fixture(autouse=True)
@@ -149,10 +149,9 @@ def damage(folder: Path, how: str) -> None:
 
 
 @leftovers
-@pytest.mark.parametrize("how", ["truncated", "flipped", "lost", "incomplete"])
-def test_a_damaged_checkpoint_is_skipped_in_favour_of_the_one_before(how, tmp_path, capsys):
-    whole = anakin.train(resumable(), tmp_path / "run", quiet=True)
-    damage(tmp_path / "run" / "checkpoints" / "10", how)
+def test_a_damaged_checkpoint_is_skipped_in_favour_of_the_one_before(tmp_path, capsys):
+    whole = finished_run(tmp_path / "run")
+    damage(tmp_path / "run" / "checkpoints" / "10", "flipped")
     again = anakin.train(resumable(), tmp_path / "run")
     out = capsys.readouterr().out
     assert "checkpoint 10 is damaged (" in out
@@ -167,7 +166,7 @@ def test_a_damaged_checkpoint_is_skipped_in_favour_of_the_one_before(how, tmp_pa
 
 @leftovers
 def test_a_run_without_an_undamaged_checkpoint_is_an_error(tmp_path):
-    anakin.train(resumable(), tmp_path / "run", quiet=True)
+    finished_run(tmp_path / "run")
     for folder in (tmp_path / "run" / "checkpoints").iterdir():
         damage(folder, "truncated")
     with pytest.raises(errors.SaveError, match=r"no checkpoint in .* can be used: 10 .*--restart"):
@@ -192,6 +191,18 @@ def saved(folder, updates):
     for update in updates:
         saving.save(state(update), Progress(update), None)
     saving.close()
+
+
+@leftovers
+@pytest.mark.parametrize("how", ["truncated", "flipped", "lost", "incomplete"])
+def test_whatever_is_damaged_is_noticed(how, tmp_path):
+    saved(tmp_path, (1, 2))
+    damage(tmp_path / "checkpoints" / "2", how)
+    logged = []
+    restored, progress = checkpoints(tmp_path, logged).restore(state())
+    assert progress.update == 1
+    assert bits(restored) == bits(state(1))
+    assert "checkpoint 2 is damaged (" in logged[0]
 
 
 def test_arrays_that_are_not_those_that_were_saved_are_damage(tmp_path):
@@ -326,7 +337,7 @@ def test_a_damaged_score_does_not_keep_a_run_from_saving(content, tmp_path):
 
 @leftovers
 def test_a_signal_while_a_checkpoint_is_read_moves_nothing(tmp_path, monkeypatch):
-    whole = anakin.train(resumable(), tmp_path / "run", quiet=True)
+    whole = finished_run(tmp_path / "run")
 
     def interrupt(*_):
         raise errors.PreemptedError("by SIGTERM")
@@ -373,7 +384,7 @@ def unwritable(monkeypatch, times: int) -> None:
 
 
 def test_training_continues_while_nothing_can_be_saved(tmp_path, monkeypatch, capsys):
-    whole = anakin.train(resumable(), None, quiet=True)
+    whole = finished_run(tmp_path / "whole")
     unwritable(monkeypatch, 7)
     result = anakin.train(resumable(), tmp_path / "run")
     out = capsys.readouterr().out
@@ -384,7 +395,7 @@ def test_training_continues_while_nothing_can_be_saved(tmp_path, monkeypatch, ca
 
 
 def test_a_run_whose_last_checkpoint_fails_ends_by_an_error(tmp_path, monkeypatch):
-    anakin.train(resumable(), tmp_path / "run", quiet=True)
+    finished_run(tmp_path / "run")
     unwritable(monkeypatch, 1000)
     longer = resumable(total_steps=16 * 8 * 12)
     with pytest.raises(errors.SaveError, match="the last checkpoint could not be written"):

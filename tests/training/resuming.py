@@ -1,15 +1,20 @@
 """Small runs that stop and are resumed, and what tests compare of them."""
 
+import functools
 import json
 import os
+import pathlib
+import shutil
 import signal
+import tempfile
 
 import jax
 import numpy as np
 from etils import epath
 
-from podracer import errors
+from podracer import anakin, errors
 from podracer.storage import checkpoint_files
+from podracer.training.loop import Result
 from podracer.training.session import Session
 from tests.helpers import make_config
 
@@ -28,6 +33,19 @@ def resumable(**changes):
             **changes,
         }
     )
+
+
+@functools.cache
+def _finished() -> tuple[tempfile.TemporaryDirectory, Result]:
+    folder = tempfile.TemporaryDirectory(prefix="podracer-tests-")
+    return folder, anakin.train(resumable(), f"{folder.name}/run", quiet=True)
+
+
+def finished_run(workdir: pathlib.Path) -> Result:
+    """Makes a workdir with the finished run of ``resumable()``, which is trained only once."""
+    folder, result = _finished()
+    shutil.copytree(f"{folder.name}/run", workdir)
+    return result
 
 
 def bits(tree) -> list[bytes]:

@@ -15,8 +15,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     atexit.register(shutil.rmtree, cache, ignore_errors=True)
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-# Compiling takes a quarter of the time with these flags. Slow tests are compiled as for users: .ci/run
-# sets XLA_FLAGS to nothing.
+# These flags halve the time of compiling. Slow tests are compiled as for users: .ci/run sets
+# XLA_FLAGS to nothing.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "

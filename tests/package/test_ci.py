@@ -14,7 +14,7 @@ FIRST = [
     "ruff format --check .",
     "pyright",
     "pytest",
-    "pytest -m slow -n 2 -rP",
+    "pytest -m slow -n 2 --durations=30",
     "pip install --quiet -e .[tpu]",
     "pytest -m slow or not slow -n 0 tests/plan",
 ]

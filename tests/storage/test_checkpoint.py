@@ -81,22 +81,24 @@ def test_an_evaluation_after_an_interrupted_one_saves_the_best_weights(tmp_path,
     assert best(tmp_path / "run", result) == 4
 
 
-def test_an_interrupted_last_evaluation_is_done_once(tmp_path, monkeypatch):
-    config = resumable(total_steps=16 * 8 * 4)
-    left = play(monkeypatch, 5.0)
-    Stops(monkeypatch, 3)
+@pytest.mark.parametrize("last", [7.0, 3.0], ids=["best", "not best"])
+def test_an_interrupted_last_evaluation_is_done_once(last, tmp_path, monkeypatch):
+    config = resumable(total_steps=16 * 8 * 8)
+    left = play(monkeypatch, 5.0, last)
+    Stops(monkeypatch, 7)
     with pytest.raises(errors.PreemptedError):
         anakin.train(config, tmp_path / "run", quiet=True)
     assert len(left) == 1
     result = anakin.train(config, tmp_path / "run", quiet=True)
     again = anakin.train(config, tmp_path / "run", quiet=True)
     assert again.metrics == result.metrics
-    assert again.metrics[-1]["eval/episode_return"] == 5.0
-    folder = tmp_path / "run" / "checkpoints" / "4"
-    assert json.loads((folder / "metrics" / "metrics").read_text()) == {"score": 5.0}
+    assert again.metrics[-1]["eval/episode_return"] == last
+    folder = tmp_path / "run" / "checkpoints" / "8"
+    score = last if last > 5.0 else None
+    assert json.loads((folder / "metrics" / "metrics").read_text()) == {"score": score}
     progress = json.loads((folder / "progress" / "metadata").read_text())
     assert progress["pending"] is None
-    assert progress["best"] == 5.0
+    assert progress["best"] == max(5.0, last)
 
 
 @pytest.mark.parametrize("where", ["at once", "in the background"])

@@ -3,9 +3,9 @@
     python -m podracer.sebulba --config=configs/lunarlander.py
     python -m podracer.sebulba --config=configs/lunarlander.py --config.agent=vtrace
 
-Result: a final evaluation of 266 with PPO (seed 0, jax 0.10.2; 195 with jax 0.11.2), and of 238, 221
-and 236 with V-trace (seeds 0, 1 and 2); 200 counts as solved. Hardware: 2 cores of an AMD EPYC, 68 to
-131 s, depending on the machine.
+Result: a final evaluation of 266 with PPO (seed 0, jax 0.10.2; 195 with jax 0.11.2), and of 238,
+221 and 236 with V-trace (seeds 0, 1 and 2); 200 counts as solved. Hardware: 2 cores of an AMD EPYC,
+68 to 131 s, depending on the machine.
 """
 
 import ml_collections

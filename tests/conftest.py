@@ -16,12 +16,11 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 # These flags halve the time of compiling. Slow tests are compiled as for users: .ci/run sets
-# XLA_FLAGS to nothing.
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
-    "--xla_cpu_parallel_codegen_split_count=1",
-)
+# XLA_FLAGS to nothing. XLA ends a process that sets a flag which it does not know.
+flags = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+if jax.__version_info__ < (0, 11):
+    flags += " --xla_cpu_use_fusion_emitters=false"
+os.environ.setdefault("XLA_FLAGS", flags)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_platforms", "cpu")
 # Started here, so that no test decides on the number of devices.

@@ -66,8 +66,11 @@ train() { # sets code, unless the project cannot be installed
   ! $stopping || exit 0
   PATH=$PWD/.venv/bin:$PATH "${command[@]}" & # not exported: gcloud keeps its own Python
   child=$!
-  # A signal interrupts wait, but the trainer still needs its time to save.
-  while code=0 && { wait "$child" || code=$?; } && kill -0 "$child" 2>/dev/null; do :; done
+  # A signal interrupts wait, but the trainer still needs its time to save. The last wait returns its
+  # exit code, also if the trainer has ended while the signal was handled.
+  while kill -0 "$child" 2>/dev/null; do wait "$child" || true; done
+  code=0
+  wait "$child" || code=$?
   child=''
 }
 

@@ -9,6 +9,7 @@ tasks are real processes. All state is in the folder ``$CLOUD``:
   creates                  JSON list of what the next requests for a slice do, see ``create``
   failing-deletions        how many of the next deletions fail
   no-permission            exists if workers may not use the bucket
+  slow-kill                exists if a worker's kill returns only after the trainer has ended
   time-limit, scancel      created by a test to let the SLURM job reach --signal, or be cancelled
 """
 
@@ -71,9 +72,12 @@ def signal_worker(home: pathlib.Path, number: int) -> None:
 
 def boot(home: pathlib.Path) -> None:
     """Starts a worker: its start-up script, in a process group of its own."""
+    environment = os.environ | {"PODRACER_HOME": str(home), "TPU_WORKER_ID": home.name[7:]}
+    if (CLOUD / "slow-kill").exists():
+        environment["BASH_FUNC_kill%%"] = '() { builtin kill "$@" && sleep 0.3; }'
     process = subprocess.Popen(
         ["bash", home.parent / "startup-script"],
-        env=os.environ | {"PODRACER_HOME": str(home), "TPU_WORKER_ID": home.name[7:]},
+        env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

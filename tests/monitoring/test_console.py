@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import math
+import mmap
 import os
 import pty
 import select
@@ -415,9 +416,9 @@ def test_memory(monkeypatch):
     (used, limit) = console_lib.memory_usage()["process"]
     assert limit == 0
     assert 2**26 < used < 2**40
-    block = bytearray(2**26)
-    block[::4096] = b"x" * len(block[::4096])
-    assert console_lib.resident_bytes() - used > 2**25
+    with mmap.mmap(-1, 2**26) as block:
+        block[::4096] = b"x" * len(block[::4096])
+        assert console_lib.resident_bytes() - used > 2**25
     gpu = types.SimpleNamespace(memory_stats=lambda: {"bytes_in_use": 7, "bytes_limit": 9})
     cpu = types.SimpleNamespace(memory_stats=lambda: None)
     fuller = types.SimpleNamespace(memory_stats=lambda: {"bytes_in_use": 8})

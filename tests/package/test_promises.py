@@ -1,6 +1,7 @@
 """Promises of README, configs and docstrings that no other test covers."""
 
 import dataclasses
+import inspect
 import pathlib
 import re
 import runpy
@@ -116,6 +117,6 @@ def test_every_setting_is_documented():
     sections = [section for section in sections if dataclasses.is_dataclass(section)]
     assert any(isinstance(section, HostsConfig) for section in sections)
     for section in (config, config.learner, config.actor_critic, *sections):
-        entries = re.findall(r"^ {6}(\w[\w, \n]*): ", type(section).__doc__ or "", re.M)
+        entries = re.findall(r"^ {2}(\w[\w, \n]*): ", inspect.getdoc(section) or "", re.M)
         documented = {name.strip() for entry in entries for name in entry.split(",")}
         assert {field.name for field in dataclasses.fields(section)} <= documented

@@ -35,10 +35,12 @@ def _in_processes(name: str, options: Mapping[str, Any], count: int) -> Any:
 
     # A nested function is pickled by value, so that the processes import neither podracer nor JAX.
     def make_one() -> Any:
-        # A terminal sends Ctrl-C to all processes; the parent handles it, and saves the run first.
-        # (Gymnasium makes one environment in the parent as well, to read its spaces.)
+        # A terminal's Ctrl-C and a batch system's SIGTERM reach all processes; the parent handles
+        # them, and saves the run first. (Gymnasium makes one environment in the parent as well, to
+        # read its spaces.)
         if os.getpid() != parent:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return gymnasium.make(name, **options)
 
     # Pools that hang are closed in the middle of a step, about which Gymnasium warns.

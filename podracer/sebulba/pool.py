@@ -70,6 +70,9 @@ class RestartingPool:
         try:
             return self._checked(self._pool.step(action))
         except Exception as error:
+            # Its frames may hold a half-sent message, which Python's garbage collector can't free
+            # without printing an error of its own.
+            traceback.clear_frames(error.__traceback__)
             failure = error
         while self._may_restart():
             self._warn(failure)

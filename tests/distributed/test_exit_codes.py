@@ -1,6 +1,7 @@
 """Exit codes of the command after faults of the machine, in one process."""
 
 import errno
+import threading
 
 import jax
 import pytest
@@ -32,12 +33,17 @@ def test_a_bug_ends_in_exit_code_1(tmp_path, monkeypatch, capsys):
 
 
 def test_a_full_disk_ends_in_exit_code_5(tmp_path, monkeypatch, capsys):
-    original = future.ChainedFuture.result
+    original, waiting = future.ChainedFuture.result, threading.local()
 
     def result(*arguments, **options):
-        # Afterwards, so that nothing is still being written when the next save cleans up.
+        # Futures contain others. Only the outermost one fails, when all of them have ended, so that
+        # nothing is still being written when the next save cleans up.
+        outermost = not getattr(waiting, "inside", False)
+        waiting.inside = True
         original(*arguments, **options)
-        raise OSError(errno.ENOSPC, "No space left on device")
+        if outermost:
+            waiting.inside = False
+            raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(future.ChainedFuture, "result", result)
     assert run(tmp_path) == ExitCode.NOT_SAVED == 5

@@ -1,6 +1,9 @@
 """A pool that fails is rebuilt, which is reported and limited."""
 
 import dataclasses
+import gc
+import io
+import sys
 
 import numpy as np
 import pytest
@@ -70,6 +73,25 @@ def test_restarts_are_counted_over_a_period():
         "(the pool had already been rebuilt 2 times (sebulba.max_restarts) in 100 seconds "
         "(sebulba.restart_window_s))"
     )
+
+
+def test_a_half_sent_message_is_freed_without_a_word(monkeypatch):
+    """Python prints an error if its garbage collector finds such a buffer in a cycle."""
+    printed = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: printed.append(error.exc_value))
+
+    class SendingPool(FailingPool):
+        def step(self, action):
+            message = io.BytesIO(b"actions").getbuffer()
+            raise OSError(f"broken pipe after {message.nbytes} bytes")
+
+    with make_supervisor() as supervisor:
+        pool = make_pool([], supervisor, SendingPool, max_restarts=0)
+        with pytest.raises(OSError, match="broken pipe after 7 bytes") as info:
+            pool.step(np.zeros(2))
+        del info
+        gc.collect()
+    assert not printed
 
 
 def test_a_pool_is_not_rebuilt_when_the_run_stops():

@@ -307,10 +307,10 @@ def test_a_process_that_died_takes_the_others_with_it(tmp_path):
 @pytest.mark.parametrize(
     ("env", "every", "number", "code"),
     [
-        ("gymnasium:CartPole-v1", 0, signal.SIGINT, ExitCode.INTERRUPTED),
         ("gymnasium:CartPole-v1", 0, signal.SIGTERM, ExitCode.PREEMPTED),
-        pytest.param(
-            "envpool:CartPole-v1", 1, signal.SIGINT, ExitCode.INTERRUPTED, marks=pytest.mark.slow
+        *(
+            pytest.param(env, every, signal.SIGINT, ExitCode.INTERRUPTED, marks=pytest.mark.slow)
+            for env, every in (("gymnasium:CartPole-v1", 0), ("envpool:CartPole-v1", 1))
         ),
     ],
 )

@@ -81,7 +81,9 @@ def test_an_evaluation_after_an_interrupted_one_saves_the_best_weights(tmp_path,
     assert best(tmp_path / "run", result) == 4
 
 
-@pytest.mark.parametrize("last", [7.0, 3.0], ids=["best", "not best"])
+@pytest.mark.parametrize(
+    "last", [pytest.param(7.0, id="best", marks=pytest.mark.slow), pytest.param(3.0, id="not best")]
+)
 def test_an_interrupted_last_evaluation_is_done_once(last, tmp_path, monkeypatch):
     config = resumable(total_steps=16 * 8 * 8)
     left = play(monkeypatch, 5.0, last)

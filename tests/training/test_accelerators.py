@@ -163,6 +163,7 @@ def test_a_run_of_sebulba_makes_no_copy_that_is_not_allowed(
     assert set(guards) == {LEVELS.DISALLOW}
 
 
+@pytest.mark.slow
 def test_several_agents_make_no_copy_that_is_not_allowed(accelerator, tmp_path, monkeypatch):
     config = resumable(**CONFIG, num_seeds=2)
     stop_and_resume(anakin.train, config, tmp_path / "run", monkeypatch)

@@ -253,6 +253,7 @@ def files(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_the_checkpoints_of_each_member_of_a_run_are_evaluated(
     tmp_path, monkeypatch, capsys, caplog
 ):

@@ -58,7 +58,7 @@ def wait_for_row(run, workdir) -> None:
     ("number", "code", "words"),
     [
         (signal.SIGTERM, ExitCode.PREEMPTED, "SIGTERM"),
-        (signal.SIGINT, ExitCode.INTERRUPTED, "interrupted"),
+        pytest.param(signal.SIGINT, ExitCode.INTERRUPTED, "interrupted", marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_saves_and_has_its_exit_code(number, code, words, tmp_path):
@@ -96,6 +96,7 @@ with StopSignals() as stop:
         assert run.wait(timeout=10) == -second
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_workdir(tmp_path):
     with start(tmp_path / "run", *ENDLESS) as first:
         wait_for_row(first, tmp_path / "run")

@@ -70,10 +70,7 @@ class RestartingPool:
         try:
             return self._checked(self._pool.step(action))
         except Exception as error:
-            # Its frames may hold a half-sent message, which Python's garbage collector can't free
-            # without printing an error of its own.
-            traceback.clear_frames(error.__traceback__)
-            failure = error
+            failure = _without_variables(error)
         while self._may_restart():
             self._warn(failure)
             self._restarted_at.append(self._supervisor.now())
@@ -82,7 +79,7 @@ class RestartingPool:
             try:
                 return self.reset()
             except Exception as error:
-                failure = error
+                failure = _without_variables(error)
         failure.add_note(f"(the pool had already been rebuilt {self._limit()})")
         raise failure
 
@@ -125,3 +122,13 @@ class RestartingPool:
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
+
+
+def _without_variables(error: Exception) -> Exception:
+    """An error without the variables of the functions that it has left.
+
+    Among them may be a half-sent message, which Python's garbage collector can't free without
+    printing an error of its own.
+    """
+    traceback.clear_frames(error.__traceback__)
+    return error

@@ -1,8 +1,11 @@
 """Host environments: their pools follow the one convention of ``types.Pool``."""
 
 import importlib
+import os
 import re
+import signal
 import types
+from typing import Any
 
 import gymnasium
 import jax
@@ -185,6 +188,19 @@ def test_newest_frame_needs_stacked_gray_frames(tmp_path, monkeypatch):
     ):
         with pytest.raises(ConfigError, match="colours"):
             envs.make_host_environment(env_id, kwargs, {}, newest_frame=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_processes_of_gymnasium_s_environments_leave_signals_to_the_run(number):
+    env = envs.make_host_environment("gymnasium:CartPole-v1", {}, {})
+    pool: Any = env.make_pool([0, 1], 1)
+    try:
+        pool.reset()
+        for process in pool._envs.processes:
+            os.kill(process.pid, number)
+        assert pool.step(np.zeros(2, np.int32)).timestep.reward.tolist() == [1, 1]
+    finally:
+        pool.close()
 
 
 def test_a_missing_envpool_is_named(monkeypatch):

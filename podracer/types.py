@@ -7,7 +7,8 @@ optax.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -23,8 +24,8 @@ Params = Any
 Carry = Any
 # A row of metrics, by name.
 Row = dict[str, int | float]
-# The mean of a tree of arrays over all devices; the identity on one.
-Mean = Callable[[ArrayTree], ArrayTree]
+# Combines a tree of arrays over all devices; the identity on one.
+Reduce = Callable[[ArrayTree], ArrayTree]
 
 
 class TimeStep(struct.PyTreeNode):
@@ -77,7 +78,7 @@ class TrainState(struct.PyTreeNode):
 
     Attributes:
       weights: the current weights.
-      target: an older or averaged copy of the parameters, ``()`` for agents without one.
+      target: an older or averaged copy of the parameters; ``()`` for agents without one.
       opt_state: the optimizer's state.
       step: ``[]`` int32, the number of *updates* done. Environment steps are counted on the host,
         as Python integers: a pod takes 2^31 of them within minutes, but never 2^31 updates.
@@ -202,12 +203,45 @@ class HostEnvironment(NamedTuple):
     observe: Callable[[ArrayTree], Array] = lambda observation: observation
 
 
+class Devices(NamedTuple):
+    """How the devices that learn work together; by default there is only one.
+
+    Attributes:
+      index: ``() ->`` the number of this device.
+      count: ``() ->`` the number of devices, a Python integer.
+      mean: the mean of a tree of arrays over devices.
+      max: the maximum of a tree of arrays over devices.
+    """
+
+    index: Callable[[], Array | int] = lambda: 0
+    count: Callable[[], int] = lambda: 1
+    mean: Reduce = lambda tree: tree
+    max: Reduce = lambda tree: tree
+
+
+class GradientSteps(NamedTuple):
+    """How an update is divided into gradient steps.
+
+    Attributes:
+      count: gradient steps of an update.
+      transitions: transitions that a gradient step learns from, over all devices.
+      parts: gradient steps divide evenly over devices if the number of devices divides this one.
+      text: the same in words.
+    """
+
+    count: int
+    transitions: int
+    parts: int
+    text: str
+
+
 class LossAux(NamedTuple):
     """What a loss returns in addition to its value.
 
     Attributes:
       metrics: scalars by name; averaged over devices and gradient steps.
-      priorities: ``[items]``, new replay priorities, or ``()`` for agents without replay.
+      priorities: ``[items]``, the new priorities of the batch's items, or ``()`` for agents that do
+        not rank them.
       stop: ``[]`` float32; if its mean over devices is positive, this gradient step and the
         remaining ones of the update are skipped. ``()`` for losses that never skip.
     """
@@ -234,6 +268,39 @@ class Act(Protocol):
         ...
 
 
+class Source(NamedTuple):
+    """Where the batches of gradient steps come from: a rollout that is dealt out, or a replay.
+
+    The functions are called on each device for its own environments. In ``state``, the first axis
+    of every array is that of these environments, over which it is sharded.
+
+    Attributes:
+      steps: number of gradient steps of an update.
+      init: ``(trajectory) -> state`` before the first update. Of the trajectory, only shapes and
+        dtypes are used.
+      add: ``(state, train_state, trajectory, key) -> (source, stats)``, called once per update with
+        a new trajectory. ``source`` is the state during the update; ``stats`` are the statistics to
+        act with next.
+      sample: ``(source, train_state, key, i) -> (batch, ticket, metrics)``, the batch of gradient
+        step ``i`` of the update; ``ticket`` says which items it consists of.
+      update: ``(source, ticket, priorities) -> source``.
+      finish: ``(source) -> (state, metrics)`` after the last gradient step of an update. The
+        metrics are the same on all devices.
+      ready: ``(source) -> [] bool``, whether there is enough to learn from, the same on all
+        devices. Until then, updates have no gradient steps. None if there always is.
+    """
+
+    steps: int
+    init: Callable[[Trajectory], ArrayTree]
+    add: Callable[[ArrayTree, TrainState, Trajectory, Array], tuple[ArrayTree, ArrayTree]]
+    sample: Callable[
+        [ArrayTree, TrainState, Array, Array], tuple[ArrayTree, ArrayTree, dict[str, Array]]
+    ]
+    update: Callable[[ArrayTree, ArrayTree, Array | tuple[()]], ArrayTree]
+    finish: Callable[[ArrayTree], tuple[ArrayTree, dict[str, Array]]]
+    ready: Callable[[ArrayTree], Array] | None = None
+
+
 class Agent(NamedTuple):
     """An algorithm, as a record of pure functions.
 
@@ -242,14 +309,21 @@ class Agent(NamedTuple):
       carry: ``(env_ids [B]) -> Carry``, the carry before the first step. Ids are global, so that
         differences between environments (such as exploration) do not depend on the devices.
       act: see ``Act``.
-      prepare: ``(train_state, trajectory) -> (batch, stats)``, called once per rollout. The learner
-        shuffles and splits the leading axis of ``batch``; ``stats`` are the statistics to act with
-        next.
+      source: where the batches of ``loss`` come from.
       loss: ``(params, train_state, batch, key) -> (scalar, LossAux)``, to be minimised.
+      target: ``(params, target, step) -> target``, the target network after gradient step number
+        ``step``, counted from 1 over the whole run; None for agents without one. The first target
+        is a copy of the parameters.
+      labels: ``(params) ->`` a tree of the same structure that names the group of each parameter.
+        Each group has an optimizer of its own. None if there is only one group.
+      rates: the learning rate of each group of ``labels``, as a factor of ``learning_rate``.
     """
 
     init: Callable[[Array], Weights]
     carry: Callable[[Array], Carry]
     act: Act
-    prepare: Callable[[TrainState, Trajectory], tuple[ArrayTree, ArrayTree]]
+    source: Source
     loss: Callable[[Params, TrainState, ArrayTree, Array], tuple[Array, LossAux]]
+    target: Callable[[Params, Params, Array], Params] | None = None
+    labels: Callable[[Params], ArrayTree] | None = None
+    rates: Mapping[str, float] = MappingProxyType({})

@@ -1,8 +1,15 @@
-"""Agents by name: ``make(spec, network, common settings, own settings, all_mean) -> Agent``."""
+"""Agents by name; each is a module that exports ``Config``, its own settings, and ``make``.
 
-from collections.abc import Callable
+``make(spec, settings, config, devices) -> Agent`` builds an agent with its network. ``Config`` also
+says what the rest of a run has to know before the agent is built:
+
+- ``off_policy``: whether the agent learns as well from experience of older weights, of any age.
+- ``fixed``: names of the settings that can't change when a run is resumed.
+- ``gradient_steps(settings) -> GradientSteps``: how an update is divided.
+"""
+
+from types import ModuleType
 
 from podracer.agents import ppo, vtrace
-from podracer.types import Agent
 
-AGENTS: dict[str, Callable[..., Agent]] = {"ppo": ppo.make, "vtrace": vtrace.make}
+AGENTS: dict[str, ModuleType] = {"ppo": ppo, "vtrace": vtrace}

@@ -1,6 +1,6 @@
 """What PPO and V-trace share: acting with a policy network, normalisation, and batch items."""
 
-import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -8,39 +8,24 @@ import jax.numpy as jnp
 from flax import struct
 
 from podracer.agents import normalization, returns
-from podracer.errors import ConfigError
+from podracer.agents.settings import Settings
 from podracer.nets import heads
 from podracer.nets.actor_critic import Network
-from podracer.types import Array, ArrayTree, Carry, Mean, Spec, TimeStep, Trajectory, Weights
+from podracer.types import (
+    Array,
+    ArrayTree,
+    Carry,
+    GradientSteps,
+    Reduce,
+    Spec,
+    TimeStep,
+    Trajectory,
+    Weights,
+)
 
 # BatchPPO (https://arxiv.org/abs/1709.02878) clips normalised observations at 5, rewards at 10.
 OBSERVATION_CLIP = 5.0
 REWARD_CLIP = 10.0
-
-
-@dataclasses.dataclass(frozen=True)
-class ActorCriticConfig:
-    """Settings of every actor-critic.
-
-    Attributes:
-      discount: gamma, in [0, 1].
-      entropy_cost: weight of the entropy bonus.
-      value_cost: weight of the value loss.
-      normalize_observations: whether to standardise observations by their running mean and
-        variance, clipped to [-5, 5].
-      normalize_rewards: whether to divide rewards by the running standard deviation of discounted
-        returns, clipped to [-10, 10].
-    """
-
-    discount: float
-    entropy_cost: float
-    value_cost: float
-    normalize_observations: bool
-    normalize_rewards: bool
-
-    def __post_init__(self):
-        if not 0 <= self.discount <= 1:
-            raise ConfigError(f"discount must be in [0, 1], got {self.discount}")
 
 
 class ActorCriticCarry(struct.PyTreeNode):
@@ -55,7 +40,7 @@ class ActorCriticCarry(struct.PyTreeNode):
     total: Any
 
 
-def make_functions(spec: Spec, network: Network, config: ActorCriticConfig):
+def make_functions(spec: Spec, network: Network, config: Settings):
     """The functions ``init``, ``carry`` and ``act`` of an actor-critic's ``Agent`` record."""
 
     def init(key: Array) -> Weights:
@@ -109,7 +94,7 @@ def normalize(weights: Weights, observation: Array) -> Array:
 
 
 def preprocess(
-    weights: Weights, trajectory: Trajectory, discount: float, all_mean: Mean
+    weights: Weights, trajectory: Trajectory, discount: float, all_mean: Reduce
 ) -> tuple[Trajectory, dict[str, Any]]:
     """Normalises a trajectory, and updates the statistics.
 
@@ -155,3 +140,31 @@ def items(tree: ArrayTree, length: int) -> ArrayTree:
     batch of items back into ``[T, B, ...]``, as losses read it.
     """
     return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, length, *x.shape[2:]), tree)
+
+
+def gradient_steps(settings: Settings, *, whole_unrolls: bool) -> GradientSteps:
+    """How an unroll is divided into gradient steps.
+
+    Args:
+      settings: the settings of every agent.
+      whole_unrolls: whether an item is the unroll of an environment; otherwise it is a transition.
+    """
+    epochs, minibatches = settings.rollout.num_epochs, settings.rollout.num_minibatches
+    transitions = settings.num_envs * settings.unroll_length
+    items = settings.num_envs if whole_unrolls else transitions
+    return GradientSteps(
+        epochs * minibatches,
+        transitions // minibatches,
+        # Whole minibatches on every device.
+        items // minibatches if items % minibatches == 0 else 1,
+        f"{epochs} epochs of {minibatches} minibatches",
+    )
+
+
+def total_loss(settings: Settings, means: Mapping[str, Array]) -> Array:
+    """The loss of an actor-critic from the means of "policy", "value" and "entropy"."""
+    return (
+        means["policy"]
+        + settings.value_cost * means["value"]
+        - settings.entropy_cost * means["entropy"]
+    )

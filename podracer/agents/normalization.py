@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from flax import struct
 
-from podracer.types import Array, Mean
+from podracer.types import Array, Reduce
 
 
 class Moments(struct.PyTreeNode):
@@ -26,7 +26,7 @@ def init(shape: tuple[int, ...]) -> Moments:
     return Moments(jnp.zeros(()), jnp.zeros(shape), jnp.ones(shape))
 
 
-def update(moments: Moments, batch: Array, all_mean: Mean) -> Moments:
+def update(moments: Moments, batch: Array, all_mean: Reduce) -> Moments:
     """Merges the batches of all devices into the moments.
 
     The pairwise update of Chan, Golub and LeVeque (1979). The batch's own mean is computed first,

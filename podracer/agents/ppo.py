@@ -1,22 +1,26 @@
 """Proximal policy optimisation with clipping, https://arxiv.org/abs/1707.06347."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 import rlax
 from flax import struct
 
 from podracer.agents import actor_critic, returns
-from podracer.agents.actor_critic import ActorCriticConfig
+from podracer.agents.settings import Settings
 from podracer.errors import ConfigError, unknown
-from podracer.nets.actor_critic import Network
+from podracer.learning import rollout
+from podracer.nets import actor_critic as nets
 from podracer.types import (
     Agent,
     Array,
     ArrayTree,
+    Devices,
+    GradientSteps,
     LossAux,
-    Mean,
     Params,
+    Reduce,
     Spec,
     TrainState,
     Trajectory,
@@ -26,8 +30,8 @@ ADVANTAGE_NORMALIZATIONS = ("batch", "minibatch", "none")
 
 
 @dataclasses.dataclass(frozen=True)
-class PPOConfig:
-    """Settings of PPO, in addition to those of every actor-critic.
+class Config:
+    """Settings of PPO, in addition to those of every agent.
 
     Attributes:
       gae_lambda: lambda of generalised advantage estimation, in [0, 1].
@@ -46,6 +50,14 @@ class PPOConfig:
     value_clip: float = 0.2
     advantage_normalization: str = "batch"
     target_kl: float = 0.0
+
+    off_policy: ClassVar[bool] = False
+    fixed: ClassVar[tuple[str, ...]] = ()
+
+    def gradient_steps(self, settings: Settings) -> GradientSteps:
+        """See ``agents``."""
+        whole = settings.network.core != "none"
+        return actor_critic.gradient_steps(settings, whole_unrolls=whole)
 
     def __post_init__(self):
         if not 0 <= self.gae_lambda <= 1:
@@ -76,7 +88,7 @@ class Sample(struct.PyTreeNode):
     target: returns.Targets
 
 
-def _normalize(advantage: Array, valid: Array, all_mean: Mean) -> Array:
+def _normalize(advantage: Array, valid: Array, all_mean: Reduce) -> Array:
     """Advantages with mean 0 and deviation 1 over the valid entries of all devices."""
     share, mean = all_mean((valid.mean(), (valid * advantage).mean()))
     share = jnp.maximum(share, 1e-8)
@@ -111,29 +123,31 @@ def _policy_metrics(log_ratio: Array, clip: float) -> dict[str, Array]:
     }
 
 
-def make(
-    spec: Spec, network: Network, common: ActorCriticConfig, config: PPOConfig, all_mean: Mean
-) -> Agent:
+def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Agent:
     """PPO for any action space, with a feed-forward or a recurrent network.
 
     Args:
       spec: observation and action spaces.
-      network: policy and value.
-      common: settings of every actor-critic.
+      settings: settings of every agent.
       config: settings of PPO.
-      all_mean: the mean of a tree over devices.
+      devices: the devices that learn.
     """
-    init, initial_carry, act = actor_critic.make_functions(spec, network, common)
+    network = nets.make_network(spec, settings.network)
+    init, initial_carry, act = actor_critic.make_functions(spec, network, settings)
 
     def prepare(train_state: TrainState, trajectory: Trajectory) -> tuple[ArrayTree, ArrayTree]:
         weights, carry = train_state.weights, trajectory.carry.network
-        trajectory, stats = actor_critic.preprocess(weights, trajectory, common.discount, all_mean)
+        trajectory, stats = actor_critic.preprocess(
+            weights, trajectory, settings.discount, devices.mean
+        )
         timestep = trajectory.timestep
         # Values are computed here in one large batch, so that acting does not need them.
         _, _, values = network.apply(weights.params, carry, timestep.observation, timestep.first)
-        target = returns.gae(timestep, values, discount=common.discount, lambda_=config.gae_lambda)
+        target = returns.gae(
+            timestep, values, discount=settings.discount, lambda_=config.gae_lambda
+        )
         if config.advantage_normalization == "batch":
-            advantage = _normalize(target.advantage, target.valid, all_mean)
+            advantage = _normalize(target.advantage, target.valid, devices.mean)
             target = target._replace(advantage=advantage)
         sample = Sample(
             timestep.observation[:-1],
@@ -159,7 +173,7 @@ def make(
 
         advantage = target.advantage
         if config.advantage_normalization == "minibatch":
-            advantage = _normalize(advantage, target.valid, all_mean)
+            advantage = _normalize(advantage, target.valid, devices.mean)
         log_ratio = log_prob - sample.log_prob
         policy_loss = _surrogate(log_ratio, target.valid * advantage, config.clip)
         # Means over all entries with the invalid ones at zero, not over the valid ones: the
@@ -172,12 +186,9 @@ def make(
                 "entropy": distribution.entropy(),
             }.items()
         }
-        total = (
-            means["policy"]
-            + common.value_cost * means["value"]
-            - common.entropy_cost * means["entropy"]
-        )
+        total = actor_critic.total_loss(settings, means)
         stop = means["approx_kl"] - config.target_kl if config.target_kl > 0 else ()
         return total, LossAux({"total": total, **means}, stop=stop)
 
-    return Agent(init, initial_carry, act, prepare, loss)
+    source = rollout.make_source(prepare, settings.rollout, devices)
+    return Agent(init, initial_carry, act, source, loss)

@@ -1,20 +1,23 @@
 """IMPALA's actor-critic with V-trace targets, https://arxiv.org/abs/1802.01561."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from podracer.agents import actor_critic, returns
-from podracer.agents.actor_critic import ActorCriticConfig
+from podracer.agents.settings import Settings
 from podracer.errors import ConfigError
-from podracer.nets.actor_critic import Network
+from podracer.learning import rollout
+from podracer.nets import actor_critic as nets
 from podracer.types import (
     Agent,
     Array,
     ArrayTree,
+    Devices,
+    GradientSteps,
     LossAux,
-    Mean,
     Params,
     Spec,
     TrainState,
@@ -23,8 +26,8 @@ from podracer.types import (
 
 
 @dataclasses.dataclass(frozen=True)
-class VTraceConfig:
-    """Settings of V-trace, in addition to those of every actor-critic.
+class Config:
+    """Settings of V-trace, in addition to those of every agent.
 
     Attributes:
       lambda_: factor of the traces, in [0, 1]; 1 in the paper.
@@ -36,6 +39,13 @@ class VTraceConfig:
     clip_rho: float = 1.0
     clip_pg_rho: float = 1.0
 
+    off_policy: ClassVar[bool] = True
+    fixed: ClassVar[tuple[str, ...]] = ()
+
+    def gradient_steps(self, settings: Settings) -> GradientSteps:
+        """See ``agents``."""
+        return actor_critic.gradient_steps(settings, whole_unrolls=True)
+
     def __post_init__(self):
         if not 0 <= self.lambda_ <= 1:
             raise ConfigError(f"vtrace.lambda_ must be in [0, 1], got {self.lambda_}")
@@ -46,9 +56,7 @@ class VTraceConfig:
             )
 
 
-def make(
-    spec: Spec, network: Network, common: ActorCriticConfig, config: VTraceConfig, all_mean: Mean
-) -> Agent:
+def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Agent:
     """IMPALA's actor-critic for any action space, with a feed-forward or a recurrent network.
 
     An item of the batch is the whole unroll of an environment, and targets are computed inside the
@@ -58,16 +66,16 @@ def make(
 
     Args:
       spec: observation and action spaces.
-      network: policy and value.
-      common: settings of every actor-critic.
+      settings: settings of every agent.
       config: settings of V-trace.
-      all_mean: the mean of a tree over devices.
+      devices: the devices that learn.
     """
-    init, initial_carry, act = actor_critic.make_functions(spec, network, common)
+    network = nets.make_network(spec, settings.network)
+    init, initial_carry, act = actor_critic.make_functions(spec, network, settings)
 
     def prepare(train_state: TrainState, trajectory: Trajectory) -> tuple[ArrayTree, ArrayTree]:
         trajectory, stats = actor_critic.preprocess(
-            train_state.weights, trajectory, common.discount, all_mean
+            train_state.weights, trajectory, settings.discount, devices.mean
         )
         steps = (trajectory.timestep, trajectory.action, trajectory.extras["log_prob"])
         return (trajectory.carry.network, actor_critic.time_major(steps)), stats
@@ -85,7 +93,7 @@ def make(
             timestep,
             values,
             jax.lax.stop_gradient(log_prob - behaviour_log_prob),
-            discount=common.discount,
+            discount=settings.discount,
             lambda_=config.lambda_,
             clip_rho=config.clip_rho,
             clip_pg_rho=config.clip_pg_rho,
@@ -100,11 +108,8 @@ def make(
                 "rho": jnp.exp(log_prob - behaviour_log_prob),
             }.items()
         }
-        total = (
-            means["policy"]
-            + common.value_cost * means["value"]
-            - common.entropy_cost * means["entropy"]
-        )
+        total = actor_critic.total_loss(settings, means)
         return total, LossAux({"total": total, **means})
 
-    return Agent(init, initial_carry, act, prepare, loss)
+    source = rollout.make_source(prepare, settings.rollout, devices)
+    return Agent(init, initial_carry, act, source, loss)

@@ -21,7 +21,7 @@ from podracer.distributed import mesh as mesh_lib
 from podracer.training import builder
 from podracer.training.builder import Components
 from podracer.training.loop import CallMetrics
-from podracer.types import Agent, Array, Device, Environment, TrainState
+from podracer.types import Agent, Array, ArrayTree, Device, Environment, TrainState
 
 
 class AnakinState(struct.PyTreeNode):
@@ -32,12 +32,14 @@ class AnakinState(struct.PyTreeNode):
     Attributes:
       train: the learner's state, the same on every device.
       rollout: the environments, sharded over devices.
+      source: the state of the agent's ``Source``, sharded with the environments.
       key: the run's random key. It never changes: every other key is folded from it and
         ``train.step``.
     """
 
     train: TrainState
     rollout: unroll.RolloutState
+    source: ArrayTree
     key: Array
 
 
@@ -45,7 +47,7 @@ def state_specs(num_seeds: int) -> Any:
     """How the state of ``num_seeds`` agents is sharded over the mesh."""
     environments = mesh_lib.SHARDED if num_seeds == 1 else mesh_lib.SHARDED_SECOND
     replicated: Any = mesh_lib.REPLICATED
-    return AnakinState(train=replicated, rollout=environments, key=replicated)  # type: ignore[arg-type]
+    return AnakinState(replicated, environments, environments, replicated)  # type: ignore[arg-type]
 
 
 class AnakinProgram(NamedTuple):
@@ -108,7 +110,9 @@ def make_init(
         if stagger:
             stagger_key = jax.random.fold_in(key, builder.STAGGER)
             envs = unroll.stagger(env, envs, stagger_key, stagger)
-        return AnakinState(train, envs, key)
+        act = partial(unroll.unroll, env, components.agent, length=sizes.unroll_length)
+        _, trajectory, _ = jax.eval_shape(act, train.weights, envs, key)
+        return AnakinState(train, envs, components.agent.source.init(trajectory), key)
 
     return init
 
@@ -123,8 +127,8 @@ def make_step(
         envs, trajectory, episodes = unroll.unroll(
             env, components.agent, state.train.weights, state.rollout, act_key, sizes.unroll_length
         )
-        train, losses = components.update(state.train, trajectory, update_key)
-        return AnakinState(train, envs, state.key), CallMetrics(losses, episodes)
+        train, source, losses = components.update(state.train, state.source, trajectory, update_key)
+        return AnakinState(train, envs, source, state.key), CallMetrics(losses, episodes)
 
     def step(state: AnakinState) -> tuple[AnakinState, CallMetrics]:
         state, metrics = jax.lax.scan(one_update, state, length=sizes.updates_per_call)

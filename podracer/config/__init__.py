@@ -13,141 +13,25 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from podracer.agents import AGENTS
-from podracer.agents.actor_critic import ActorCriticConfig
-from podracer.agents.ppo import PPOConfig
-from podracer.agents.vtrace import VTraceConfig
+from podracer.agents.settings import Settings
 from podracer.config.conversion import SettingsDict, from_mapping
+from podracer.config.sections import (
+    AgentSections,
+    CheckpointConfig,
+    EvaluationConfig,
+    LoggingConfig,
+    SebulbaConfig,
+)
 from podracer.distributed.joining import HostsConfig
 from podracer.errors import ConfigError, unknown
-from podracer.learning.optimizer import LearnerConfig
+from podracer.learning.optimizer import OptimizerConfig
+from podracer.learning.rollout import RolloutConfig
 from podracer.nets.actor_critic import NetworkConfig
+from podracer.types import GradientSteps
 
 
 @dataclasses.dataclass(frozen=True)
-class EvaluationConfig:
-    """How the policy is evaluated, during training and at its end.
-
-    Attributes:
-      every: number of updates between two evaluations, rounded up to whole calls (see
-        ``Config.updates_per_call``); 0 evaluates only at the end.
-      episodes: number of whole episodes of each evaluation.
-      max_steps: the longest episode, in steps. A longer one counts with its return up to that step.
-      greedy: take the most probable action; if false, sample actions from the policy.
-    """
-
-    every: int = 0
-    episodes: int = 128
-    max_steps: int = 10_000
-    greedy: bool = True
-
-    def __post_init__(self):
-        if self.every < 0 or min(self.episodes, self.max_steps) <= 0:
-            raise ConfigError(
-                "evaluation.every must not be negative, evaluation.episodes and "
-                "evaluation.max_steps must be positive, got "
-                f"{self.every}, {self.episodes} and {self.max_steps}"
-            )
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckpointConfig:
-    """When a run is saved, besides at its end, when it is stopped and at its best evaluation.
-
-    Attributes:
-      every: number of updates between two checkpoints, rounded up to whole calls (see
-        ``Config.updates_per_call``); 0 saves by the clock alone.
-      minutes: minutes between two checkpoints; 0 saves by the number of updates alone.
-      keep: how many of the newest checkpoints are kept. The one with the best evaluation is kept
-        as well.
-    """
-
-    every: int = 0
-    minutes: float = 5.0
-    keep: int = 2
-
-    def __post_init__(self):
-        if self.every < 0 or self.minutes < 0 or self.keep <= 0:
-            raise ConfigError(
-                "checkpoint.every and checkpoint.minutes must not be negative, checkpoint.keep "
-                f"must be positive, got {self.every}, {self.minutes} and {self.keep}"
-            )
-
-
-@dataclasses.dataclass(frozen=True)
-class LoggingConfig:
-    """Where metrics are written, besides the workdir's ``metrics.jsonl``.
-
-    Attributes:
-      tensorboard: write TensorBoard event files into the folder ``tensorboard`` of the workdir.
-      wandb: send metrics to Weights & Biases, which needs ``pip install 'podracer-rl[wandb]'``.
-      wandb_project: name of the project at Weights & Biases.
-      wandb_entity: user or team that owns this project; "" is the user's default.
-    """
-
-    tensorboard: bool = True
-    wandb: bool = False
-    wandb_project: str = "podracer"
-    wandb_entity: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class SebulbaConfig:
-    """Settings of Sebulba; Anakin ignores them.
-
-    Attributes:
-      actor_devices: indices of the devices of each host that act; () derives them from
-        ``learner_devices`` or ``learners_per_actor``.
-      learner_devices: indices of the devices of each host that learn; () takes all devices that do
-        not act. A device in both lists does both.
-      learners_per_actor: number of learner devices for each actor device, where neither list is
-        given: 3 splits 2 devices into 1 + 1, 4 into 1 + 3 and 8 into 2 + 6. A single device does
-        both.
-      threads: number of actor threads for each actor device. Each thread steps its own pool of
-        environments.
-      pool_threads: number of threads with which envpool steps each pool; 0 divides the CPU cores
-        evenly among the pools.
-      lag: unroll n acts with the weights after update n - lag. With 0 actors wait for each update;
-        with 1 they act while the learner learns from the previous unroll.
-      free_running: act with the newest available weights, whatever their lag. Runs are then not
-        reproducible; only agent "vtrace" corrects for a varying lag.
-      newest_frame: transfer only the newest of the stacked frames to the device, which stacks them
-        again; envpool's Atari environments only.
-      timeout_s: seconds after which an activity of a thread, such as a step of its environments,
-        counts as hanging, and the run ends. Updates and other work on devices may take 10 times as
-        long as the longest update so far, if that is more.
-      first_update_timeout_s: seconds for work on devices until the first update has ended.
-      max_restarts: how often an actor thread may rebuild a pool that failed, within
-        ``restart_window_s`` seconds, before the run ends.
-      restart_window_s: the period in which restarts are counted.
-    """
-
-    actor_devices: tuple[int, ...] = ()
-    learner_devices: tuple[int, ...] = ()
-    learners_per_actor: int = 3
-    threads: int = 2
-    pool_threads: int = 0
-    lag: int = 1
-    free_running: bool = False
-    newest_frame: bool = False
-    timeout_s: float = 120.0
-    first_update_timeout_s: float = 1800.0
-    max_restarts: int = 10
-    restart_window_s: float = 3600.0
-
-    def __post_init__(self):
-        positive = ("learners_per_actor", "threads", "timeout_s", "first_update_timeout_s")
-        for key in (*positive, "restart_window_s"):
-            if getattr(self, key) <= 0:
-                raise ConfigError(f"sebulba.{key} must be positive, got {getattr(self, key)}")
-        for key in ("pool_threads", "max_restarts"):
-            if getattr(self, key) < 0:
-                raise ConfigError(f"sebulba.{key} must not be negative, got {getattr(self, key)}")
-        if self.lag not in (0, 1):
-            raise ConfigError(f"sebulba.lag must be 0 or 1, got {self.lag}")
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
+class Config(AgentSections):
     """All settings, for a config file and for ``--config.KEY=VALUE``.
 
     Attributes:
@@ -157,7 +41,8 @@ class Config:
       env_params: values for fields of a gymnax environment's parameters; other fields keep their
         defaults. Of a Gymnasium environment that observes images, "channels" is the place of their
         channels, "first" or "last"; without it they are last.
-      agent: the algorithm, "ppo" or "vtrace".
+      agent: the algorithm, the name of one of the ``agents``. Each has a section of that name for
+        its own settings, the ``Config`` of its module; other agents ignore it.
       seed: seed of all random numbers, below 2^32.
       num_seeds: number of independent agents that are trained at once in one program, with the
         seeds ``seed``, ``seed + 1``, ... (Anakin only). Each of them takes ``total_steps`` steps in
@@ -178,12 +63,11 @@ class Config:
       normalize_observations: standardise observations by their running mean and variance.
       normalize_rewards: divide rewards by the running standard deviation of discounted returns.
       optimizer, learning_rate, anneal, warmup, batch_rule, reference_batch, epsilon,
-        max_grad_norm, num_epochs, num_minibatches: see ``learning.optimizer.LearnerConfig``.
+        max_grad_norm: see ``learning.optimizer.OptimizerConfig``.
+      num_epochs, num_minibatches: see ``learning.rollout.RolloutConfig``.
       cpu_devices: number of devices that a CPU is split into; 0 chooses (see
         ``auto_cpu_devices``). GPUs and TPUs ignore it.
       network: see ``nets.actor_critic.NetworkConfig``.
-      ppo: see ``agents.ppo.PPOConfig``; other agents ignore it.
-      vtrace: see ``agents.vtrace.VTraceConfig``; other agents ignore it.
       evaluation: see ``EvaluationConfig``.
       checkpoint: see ``CheckpointConfig``.
       hosts: see ``distributed.joining.HostsConfig``.
@@ -219,8 +103,6 @@ class Config:
     num_minibatches: int = 4
     cpu_devices: int = 0
     network: NetworkConfig = dataclasses.field(default_factory=NetworkConfig)
-    ppo: PPOConfig = dataclasses.field(default_factory=PPOConfig)
-    vtrace: VTraceConfig = dataclasses.field(default_factory=VTraceConfig)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     hosts: HostsConfig = dataclasses.field(default_factory=HostsConfig)
@@ -239,7 +121,7 @@ class Config:
         if self.seed + self.num_seeds > 2**32:
             raise ConfigError(f"seed must be below 2^32, got {self.seed + self.num_seeds - 1}")
         # Built here once, so that their impossible settings are rejected before anything starts.
-        _ = self.learner, self.actor_critic
+        _ = self.optimization, self.gradient_steps
 
     @property
     def seeds(self) -> range:
@@ -247,18 +129,30 @@ class Config:
         return range(self.seed, self.seed + self.num_seeds)
 
     @property
-    def learner(self) -> LearnerConfig:
-        """The settings of the learner."""
-        return _select(LearnerConfig, self)
+    def optimization(self) -> OptimizerConfig:
+        """The settings of the optimizer."""
+        return _select(OptimizerConfig, self)
 
     @property
-    def actor_critic(self) -> ActorCriticConfig:
-        """The settings that all actor-critic agents share."""
-        return _select(ActorCriticConfig, self)
+    def settings(self) -> Settings:
+        """The settings that all agents share."""
+        return _select(Settings, self, rollout=_select(RolloutConfig, self))
+
+    @property
+    def agent_config(self) -> Any:
+        """The agent's own settings, the ``Config`` of its module."""
+        return getattr(self, self.agent)
+
+    @property
+    def gradient_steps(self) -> GradientSteps:
+        """How an update is divided into gradient steps."""
+        return self.agent_config.gradient_steps(self.settings)
 
 
-def _select(cls: type, config: Config) -> Any:
-    return cls(**{field.name: getattr(config, field.name) for field in dataclasses.fields(cls)})
+def _select(cls: type, config: Config, **others: Any) -> Any:
+    """A dataclass whose fields are those of the config, except for ``others``."""
+    names = {field.name for field in dataclasses.fields(cls)} - others.keys()
+    return cls(**{name: getattr(config, name) for name in names}, **others)
 
 
 def default_config() -> SettingsDict:
@@ -386,8 +280,7 @@ def auto_cpu_devices(config: Config, hosts: int = 1) -> int:
     """
     devices = 2
     total = devices * hosts
-    per_step = config.num_envs * config.unroll_length // config.num_minibatches
-    whole = config.agent == "vtrace" or config.network.core != "none"
-    items = config.num_envs * (1 if whole else config.unroll_length)
-    divides = config.num_envs % total == 0 and items % (total * config.num_minibatches) == 0
-    return devices if cpu_cores() >= devices and per_step >= 256 * total and divides else 1
+    steps = config.gradient_steps
+    divides = config.num_envs % total == 0 and steps.parts % total == 0
+    enough = steps.transitions >= 256 * total
+    return devices if cpu_cores() >= devices and enough and divides else 1

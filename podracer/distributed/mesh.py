@@ -251,8 +251,13 @@ def device_index() -> Array:
     return jax.lax.axis_index(AXIS)
 
 
+def device_count() -> int:
+    """Number of devices in the mesh. Within ``per_device`` only."""
+    return jax.lax.axis_size(AXIS)
+
+
 def _reduce(tree: ArrayTree, collective: Callable[[Array, str], Array]) -> ArrayTree:
-    if jax.lax.axis_size(AXIS) == 1:
+    if device_count() == 1:
         return tree
     flat, unravel = ravel_pytree(tree)
     return unravel(collective(flat, AXIS))
@@ -261,6 +266,11 @@ def _reduce(tree: ArrayTree, collective: Callable[[Array, str], Array]) -> Array
 def all_mean(tree: ArrayTree) -> ArrayTree:
     """The mean over devices, by one all-reduce for the whole tree. Within ``per_device`` only."""
     return _reduce(tree, jax.lax.pmean)
+
+
+def all_max(tree: ArrayTree) -> ArrayTree:
+    """The maximum over devices, by one all-reduce for the tree. Within ``per_device`` only."""
+    return _reduce(tree, jax.lax.pmax)
 
 
 def all_sum(tree: ArrayTree) -> ArrayTree:

@@ -1,64 +1,58 @@
-"""The learner of every agent.
+"""The learner of every agent: one loop over gradient steps, wherever their batches come from.
 
-prepare -> epochs x minibatches of (gradient -> mean over devices -> optax) -> target network.
+add the trajectory to the source -> gradient steps of (sample -> gradient -> mean over devices ->
+optax -> priorities -> target network).
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import struct
 
-from podracer.errors import ConfigError
-from podracer.learning.optimizer import LearnerConfig
-from podracer.types import Agent, Array, ArrayTree, Mean, Params, TrainState, Trajectory
+from podracer.types import Agent, Array, ArrayTree, Devices, LossAux, TrainState, Trajectory
 
 Metrics = dict[str, Array]
-Update = Callable[[TrainState, Trajectory, Array], tuple[TrainState, Metrics]]
+Update = Callable[[TrainState, ArrayTree, Trajectory, Array], tuple[TrainState, ArrayTree, Metrics]]
+
+# The number that the update's key is folded with for the keys of its gradient steps.
+STEPS = 2**32 - 1
 
 
-def shuffle(key: Array, items: int, minibatches: int, device_index: Array | int) -> Array:
-    """Deals items out to minibatches: ``[minibatches, items / minibatches]`` indices.
+class Progress(struct.PyTreeNode):
+    """What changes from one gradient step of an update to the next.
 
-    The shuffle is stratified: of each group of ``minibatches`` neighbouring items, one goes to each
-    minibatch, drawn with a key that depends on the group's *global* number. A minibatch over all
-    devices therefore holds the same items however they are spread over devices, which is not true
-    of a permutation of each device's items, and is spread evenly over time and environments. No
-    sort of the whole batch is needed; it would take a quarter of an update on a CPU (see
-    benchmarks/README.md).
-
-    Args:
-      key: random key, the same on all devices.
-      items: number of items on this device, a multiple of ``minibatches``.
-      minibatches: number of minibatches.
-      device_index: number of this device; the items of device 0 come first.
+    Attributes:
+      train_state: the learner's state.
+      source: the source's state during the update.
+      stopped: ``[]`` bool, whether a loss has asked to skip the rest of the update.
     """
-    groups = items // minibatches
-    ids = device_index * groups + jnp.arange(groups)
-    bits = jax.vmap(lambda i: jax.random.bits(jax.random.fold_in(key, i), (minibatches,)))(ids)
-    order = jnp.argsort(bits, axis=1)
-    return (jnp.arange(groups)[:, None] * minibatches + order).T
+
+    train_state: TrainState
+    source: ArrayTree
+    stopped: Array
 
 
-# The train state, and whether a loss has asked to skip the rest of this update.
-Progress = tuple[TrainState, Array]
-GradientStep = Callable[[Progress, ArrayTree, Array], tuple[Progress, Metrics]]
+GradientStep = Callable[[Progress, Array, Array], tuple[Progress, Metrics]]
 
 
 def _make_gradient_step(
     agent: Agent,
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
-    all_mean: Mean,
+    devices: Devices,
 ) -> GradientStep:
-    """``(progress, batch, key) -> (progress, metrics)``: one step of the optimizer."""
+    """``(progress, key, i) -> (progress, metrics)``: gradient step ``i`` of an update."""
 
-    def gradient_step(progress: Progress, batch: ArrayTree, key: Array) -> tuple[Progress, Metrics]:
-        train_state, stopped = progress
+    def gradient_step(progress: Progress, key: Array, i: Array) -> tuple[Progress, Metrics]:
+        train_state, stopped = progress.train_state, progress.stopped
+        sample_key, loss_key = jax.random.split(key)
+        batch, ticket, sampled = agent.source.sample(progress.source, train_state, sample_key, i)
         params = train_state.weights.params
-        grads, aux = jax.grad(agent.loss, has_aux=True)(params, train_state, batch, key)
-        grads, metrics, stop = all_mean((grads, aux.metrics, aux.stop))
+        aux: LossAux
+        grads, aux = jax.grad(agent.loss, has_aux=True)(params, train_state, batch, loss_key)
+        grads, metrics, stop = devices.mean((grads, {**aux.metrics, **sampled}, aux.stop))
         metrics = {**metrics, "grad_norm": optax.tree.norm(grads)}
         updates, opt_state = optimizer.update(grads, train_state.opt_state, params)
         updates = optax.tree.scale(schedule(train_state.step), updates)
@@ -68,87 +62,70 @@ def _make_gradient_step(
             old = (params, train_state.opt_state)
             new = jax.tree.map(lambda o, n: jnp.where(stopped, o, n), old, new)
             metrics["stopped"] = stopped.astype(jnp.float32)
+        target = train_state.target
+        if agent.target is not None:
+            number = train_state.step * agent.source.steps + i + 1
+            target = agent.target(new[0], target, number)
         weights = train_state.weights.replace(params=new[0])
-        return (train_state.replace(weights=weights, opt_state=new[1]), stopped), metrics
+        train_state = train_state.replace(weights=weights, opt_state=new[1], target=target)
+        source = agent.source.update(progress.source, ticket, aux.priorities)
+        return Progress(train_state, source, stopped), metrics
 
     return gradient_step
-
-
-def _epoch(
-    gradient_step: GradientStep,
-    batch: ArrayTree,
-    minibatches: int,
-    device_index: Array | int,
-    progress: Progress,
-    key: Array,
-) -> tuple[Progress, Metrics]:
-    """One pass over a batch; metrics are ``[minibatches]``."""
-    shuffle_key, loss_key = jax.random.split(key)
-    if minibatches == 1:
-        progress, metrics = gradient_step(progress, batch, loss_key)
-        return progress, jax.tree.map(lambda x: x[None], metrics)
-    items = jax.tree.leaves(batch)[0].shape[0]
-    order = shuffle(shuffle_key, items, minibatches, device_index)
-
-    def minibatch(progress: Progress, x: tuple[Array, Array]) -> tuple[Progress, Metrics]:
-        indices, key = x
-        return gradient_step(progress, jax.tree.map(lambda x: x[indices], batch), key)
-
-    return jax.lax.scan(minibatch, progress, (order, jax.random.split(loss_key, minibatches)))
 
 
 def make_update(
     agent: Agent,
     optimizer: optax.GradientTransformation,
-    config: LearnerConfig,
     *,
     schedule: optax.Schedule,
-    all_mean: Mean,
-    device_index: Callable[[], Array | int],
-    update_target: Callable[[Params, Params, Array], Params] = lambda new, old, step: old,
+    devices: Devices,
 ) -> Update:
-    """The function that learns from one trajectory.
+    """The function that learns from one more trajectory.
 
     Args:
       agent: the algorithm.
       optimizer: the optimizer, from ``optimizer.make_optimizer``.
-      config: settings of the learner.
       schedule: ``(update) -> factor``, by which the learning rate is multiplied.
-      all_mean: the mean of a tree over devices; called once per gradient step, with gradients and
+      devices: the devices that learn; ``mean`` is called once per gradient step, with gradients and
         metrics together.
-      device_index: ``() ->`` the number of this device.
-      update_target: ``(params, target, step) -> target``, such as optax's ``incremental_update`` or
-        ``periodic_update``; agents without a target keep their ``()``.
 
     Returns:
-      ``(train_state, trajectory, key) -> (train_state, metrics)``; metrics are means over gradient
-      steps. ``key`` must be the same on all devices.
+      ``(train_state, source state, trajectory, key) -> (train_state, source state, metrics)``;
+      metrics are means over gradient steps. ``key`` must be the same on all devices.
     """
+    gradient_step = _make_gradient_step(agent, optimizer, schedule, devices)
+    source = agent.source
 
-    gradient_step = _make_gradient_step(agent, optimizer, schedule, all_mean)
+    def learn(progress: Progress, key: Array) -> tuple[Progress, Metrics]:
+        steps_key = jax.random.fold_in(key, STEPS)
+
+        def step(progress: Progress, i: Array) -> tuple[Progress, Metrics]:
+            return gradient_step(progress, jax.random.fold_in(steps_key, i), i)
+
+        progress, metrics = jax.lax.scan(step, progress, jnp.arange(source.steps))
+        return progress, jax.tree.map(jnp.mean, metrics)
+
+    def wait(progress: Progress, key: Array) -> tuple[Progress, Metrics]:
+        """No gradient steps, whose metrics are reported as zeros."""
+        _, shapes = jax.eval_shape(learn, progress, key)
+        return progress, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
     def update(
-        train_state: TrainState, trajectory: Trajectory, key: Array
-    ) -> tuple[TrainState, Metrics]:
-        batch, stats = agent.prepare(train_state, trajectory)
-        items, minibatches = jax.tree.leaves(batch)[0].shape[0], config.num_minibatches
-        if items % minibatches:
-            raise ConfigError(
-                f"num_minibatches={minibatches} does not divide the {items} items a device learns "
-                "from (items are transitions, or whole environments for recurrent networks and "
-                "V-trace)"
-            )
-
-        epoch = partial(_epoch, gradient_step, batch, minibatches, device_index())
-        keys = jax.random.split(key, config.num_epochs)
-        (train_state, _), metrics = jax.lax.scan(epoch, (train_state, jnp.bool_(False)), keys)
-        step = train_state.step + 1
-        params = train_state.weights.params
+        train_state: TrainState, state: ArrayTree, trajectory: Trajectory, key: Array
+    ) -> tuple[TrainState, ArrayTree, Metrics]:
+        added, stats = source.add(state, train_state, trajectory, key)
+        progress = Progress(train_state, added, jnp.bool_(False))
+        if source.ready is None:
+            progress, metrics = learn(progress, key)
+        else:
+            ready = source.ready(added)
+            progress, metrics = jax.lax.cond(ready, learn, wait, progress, key)
+        state, own = source.finish(progress.source)
+        train_state = progress.train_state
         train_state = train_state.replace(
-            weights=train_state.weights.replace(stats=stats),
-            target=update_target(params, train_state.target, step),
-            step=step,
+            weights=train_state.weights.replace(stats=stats), step=train_state.step + 1
         )
-        return train_state, jax.tree.map(jnp.mean, metrics)
+        return train_state, state, {**metrics, **own}
 
     return update

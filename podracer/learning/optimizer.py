@@ -5,6 +5,7 @@ import dataclasses
 import optax
 
 from podracer.errors import ConfigError, unknown
+from podracer.types import Agent
 
 OPTIMIZERS = ("adam", "rmsprop")
 
@@ -14,8 +15,8 @@ BATCH_RULES = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
 
 
 @dataclasses.dataclass(frozen=True)
-class LearnerConfig:
-    """Settings of the learner.
+class OptimizerConfig:
+    """Settings of the optimizer.
 
     Attributes:
       optimizer: "adam" or "rmsprop" (with epsilon inside the root, as in TensorFlow and IMPALA).
@@ -31,8 +32,6 @@ class LearnerConfig:
         is "none".
       epsilon: the optimizer's epsilon, which prevents a division by zero.
       max_grad_norm: gradients are scaled down to this global norm; 0 turns clipping off.
-      num_epochs: passes over each batch of experience.
-      num_minibatches: gradient steps per pass.
     """
 
     optimizer: str
@@ -43,8 +42,6 @@ class LearnerConfig:
     reference_batch: int
     epsilon: float
     max_grad_norm: float
-    num_epochs: int
-    num_minibatches: int
 
     def __post_init__(self):
         if self.optimizer not in OPTIMIZERS:
@@ -57,11 +54,6 @@ class LearnerConfig:
                 "batch_rule and 0 without, got "
                 f"{self.warmup}, {self.reference_batch} and {self.batch_rule!r}"
             )
-        if min(self.num_epochs, self.num_minibatches) <= 0:
-            raise ConfigError(
-                "num_epochs and num_minibatches must be positive, got "
-                f"{self.num_epochs} and {self.num_minibatches}"
-            )
         if self.learning_rate <= 0 or self.epsilon <= 0 or self.max_grad_norm < 0:
             raise ConfigError(
                 "learning_rate and epsilon must be positive and max_grad_norm not negative, got "
@@ -69,13 +61,21 @@ class LearnerConfig:
             )
 
 
-def make_optimizer(config: LearnerConfig) -> optax.GradientTransformation:
-    """Gradient clipping, then adam or rmsprop, on one flat vector of all parameters.
+def make_optimizer(config: OptimizerConfig, agent: Agent) -> optax.GradientTransformation:
+    """Gradient clipping, then adam or rmsprop, for each group of the agent's parameters.
 
-    A small network has many small arrays, and an operation for each would cost more than its
-    arithmetic.
+    Each works on one flat vector of all parameters of its group. A small network has many small
+    arrays, and an operation for each would cost more than its arithmetic.
     """
-    rate = config.learning_rate
+    if agent.labels is None:
+        return _make_group(config, 1.0)
+    groups = {name: _make_group(config, factor) for name, factor in agent.rates.items()}
+    return optax.partition(groups, agent.labels)
+
+
+def _make_group(config: OptimizerConfig, factor: float) -> optax.GradientTransformation:
+    """The optimizer of one group; ``factor`` multiplies the learning rate."""
+    rate = config.learning_rate * factor
     if config.optimizer == "adam":
         scale = optax.adam(rate, eps=config.epsilon)
     else:
@@ -85,8 +85,8 @@ def make_optimizer(config: LearnerConfig) -> optax.GradientTransformation:
     return optax.flatten(optax.chain(clip, scale))
 
 
-def make_schedule(config: LearnerConfig, num_updates: int, batch: int) -> optax.Schedule:
-    """The factor of the learning rate in update n, see ``LearnerConfig``.
+def make_schedule(config: OptimizerConfig, num_updates: int, batch: int) -> optax.Schedule:
+    """The factor of the learning rate in update n, see ``OptimizerConfig``.
 
     It depends on the number of the *update*: an optimizer's own count does not advance where a loss
     asks to skip gradient steps.

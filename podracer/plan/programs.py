@@ -184,7 +184,7 @@ def _sebulba(config: Config, env: HostEnvironment, tpu_slice: Slice) -> TracedRu
     setup = make_setup(config, env, hosts[0], learners)
     functions = setup.learner_functions
     state = jax.eval_shape(functions.init, setup.key)
-    state = mesh_lib.sharded_shapes(state, setup.mesh, mesh_lib.REPLICATED)
+    state = mesh_lib.sharded_shapes(state, setup.mesh, sebulba_program.STATE_SPECS)
     update = sebulba_program.lower_update(functions, state, setup.trajectory_shapes())
     actor: Any = sebulba_program.lower_actor(
         setup.actor_functions, setup.actor_shapes, hosts[0].actors[0]

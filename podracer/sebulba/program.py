@@ -15,21 +15,34 @@ from podracer.distributed import mesh as mesh_lib
 from podracer.learning.learner import Metrics
 from podracer.training import builder
 from podracer.training.builder import Components
-from podracer.types import Array, Device, HostEnvironment, TimeStep, TrainState, Trajectory, Weights
+from podracer.types import (
+    Array,
+    ArrayTree,
+    Device,
+    HostEnvironment,
+    TimeStep,
+    TrainState,
+    Trajectory,
+    Weights,
+)
 
 
 class SebulbaState(struct.PyTreeNode):
-    """The learner's state, the same on every learner device.
+    """The learner's state.
 
     Attributes:
-      train: weights, optimizer state and the number of updates.
+      train: weights, optimizer state and the number of updates, the same on every learner device.
+      source: the state of the agent's ``Source``, sharded with the environments.
       key: the run's random key.
     """
 
     train: TrainState
+    source: ArrayTree
     key: Array
 
 
+_REPLICATED: Any = mesh_lib.REPLICATED
+STATE_SPECS = SebulbaState(_REPLICATED, mesh_lib.SHARDED, _REPLICATED)
 # A trajectory is time-major, so its environments are the second axis; the carry has no time axis.
 _ENVS_SECOND: Any = mesh_lib.SHARDED_SECOND
 TRAJECTORY_SPECS = Trajectory(_ENVS_SECOND, _ENVS_SECOND, _ENVS_SECOND, carry=mesh_lib.SHARDED)
@@ -72,34 +85,37 @@ def copy_weights(weights: Weights) -> Weights:
 
 
 def make_learner_functions(
-    components: Components, mesh: jax.sharding.Mesh, num_threads: int
+    components: Components, mesh: jax.sharding.Mesh, parts: Sequence[Trajectory]
 ) -> LearnerFunctions:
     """The learner's functions.
 
     Args:
       components: agent, optimizer and update.
       mesh: the mesh over all learner devices.
-      num_threads: number of trajectories that an update takes.
+      parts: shapes of the trajectories that a learner device receives for an update.
     """
+    trajectory = jax.eval_shape(interleave, parts)
 
     def init(key: Array) -> SebulbaState:
-        return SebulbaState(builder.init_train_state(components, key), key)
+        train = builder.init_train_state(components, key)
+        return SebulbaState(train, components.agent.source.init(trajectory), key)
 
     def update(
         state: SebulbaState, trajectories: tuple[Trajectory, ...]
     ) -> tuple[SebulbaState, Weights, Metrics]:
         _, update_key = builder.update_keys(state.key, state.train.step)
-        train, metrics = components.update(state.train, interleave(trajectories), update_key)
-        return state.replace(train=train), copy_weights(train.weights), metrics
+        train, source, metrics = components.update(
+            state.train, state.source, interleave(trajectories), update_key
+        )
+        return SebulbaState(train, source, state.key), copy_weights(train.weights), metrics
 
-    replicated = mesh_lib.REPLICATED
     return LearnerFunctions(
-        mesh_lib.per_device(init, mesh, replicated, replicated),
+        mesh_lib.per_device(init, mesh, _REPLICATED, STATE_SPECS),
         mesh_lib.per_device(
             update,
             mesh,
-            (replicated, (TRAJECTORY_SPECS,) * num_threads),
-            (replicated, replicated, replicated),
+            (STATE_SPECS, (TRAJECTORY_SPECS,) * len(parts)),
+            (STATE_SPECS, _REPLICATED, _REPLICATED),
         ),
     )
 

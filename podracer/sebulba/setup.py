@@ -11,6 +11,7 @@ from podracer import config as config_lib
 from podracer import envs
 from podracer.acting.host_evaluation import pool_seeds
 from podracer.acting.host_unroll import HostUnroll
+from podracer.agents import AGENTS
 from podracer.config import Config, Sizes
 from podracer.distributed import mesh as mesh_lib
 from podracer.errors import ConfigError
@@ -116,10 +117,11 @@ def _check_settings(config: Config) -> None:
             raise ConfigError(
                 f"{name}={value} is for environments written in JAX; set it to {only}"
             )
-    if config.sebulba.free_running and config.agent != "vtrace":
+    if config.sebulba.free_running and not config.agent_config.off_policy:
+        others = " or ".join(repr(name) for name in AGENTS if getattr(config, name).off_policy)
         raise ConfigError(
             f"sebulba.free_running acts with weights of any age, which agent={config.agent!r} does "
-            "not correct for; use agent='vtrace'"
+            f"not correct for; use agent={others}"
         )
 
 
@@ -170,14 +172,16 @@ def make_setup(
     mesh = mesh_lib.make_mesh(learners)
     components = builder.build(config, env.spec, sizes)
     key = prng.key(config.seed, split.actors[0].platform)
-    learner_functions = program.make_learner_functions(components, mesh, num_threads)
     actor_functions = program.make_actor_functions(
         config, env, components, key, len(split.learners)
     )
     # Tracing finds shapes that don't fit each other, without compiling.
-    state = jax.eval_shape(learner_functions.init, key)
+    weights = jax.eval_shape(components.agent.init, key)
     batch = sizes.envs_per_device * len(split.learners) // num_threads
-    shapes = program.actor_shapes(actor_functions, env, state.train.weights, batch)
+    shapes = program.actor_shapes(actor_functions, env, weights, batch)
+    learner_functions = program.make_learner_functions(
+        components, mesh, shapes.parts[:1] * num_threads
+    )
     setup = SebulbaSetup(
         config,
         sizes,
@@ -190,6 +194,7 @@ def make_setup(
         shapes,
         key,
     )
+    state = jax.eval_shape(learner_functions.init, key)
     jax.eval_shape(learner_functions.update, state, setup.trajectory_shapes())
     return setup
 

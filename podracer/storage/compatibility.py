@@ -5,11 +5,12 @@ from typing import Any
 
 from etils import epath
 
+from podracer.agents import AGENTS
 from podracer.errors import ConfigError
 from podracer.storage.workdir import read_config
 
 # Settings that may not change when a run is resumed: it would be another run, or the state would
-# not fit.
+# not fit. Agents add settings of their own sections.
 FIXED = (
     "architecture", "env", "env_kwargs", "env_params", "agent", "seed", "num_seeds",
     "num_envs", "unroll_length", "network", "optimizer", "normalize_observations",
@@ -46,8 +47,10 @@ def check_same_run(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
       ConfigError: a value differs that may not.
     """
     lines = []
+    own = (f"{name}.{key}" for name, agent in AGENTS.items() for key in agent.Config.fixed)
+    fixed = tuple(f"{key}." for key in (*FIXED, *own))
     for key, (before, after) in differences(old, new).items():
-        if key.partition(".")[0] in FIXED:
+        if f"{key}.".startswith(fixed):
             raise ConfigError(
                 f"the run in the workdir has {key}={before!r}, not {after!r}, which can't change "
                 "when it is resumed; specify another --workdir, or --restart to move it aside and "

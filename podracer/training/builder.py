@@ -17,11 +17,22 @@ from podracer.config import Config, Sizes
 from podracer.distributed import mesh as mesh_lib
 from podracer.learning.learner import Update, make_update
 from podracer.learning.optimizer import make_optimizer, make_schedule
-from podracer.nets import actor_critic
-from podracer.types import Agent, Array, Environment, HostEnvironment, Spec, TrainState, Weights
+from podracer.types import (
+    Agent,
+    Array,
+    Devices,
+    Environment,
+    HostEnvironment,
+    Spec,
+    TrainState,
+    Weights,
+)
 
 # The number that the run's key is folded with, for each use of the key.
 WEIGHTS, ENVIRONMENTS, STAGGER, UPDATES, EVALUATION = range(5)
+
+# The devices of the mesh that a program runs on.
+DEVICES = Devices(mesh_lib.device_index, mesh_lib.device_count, mesh_lib.all_mean, mesh_lib.all_max)
 
 
 class Components(NamedTuple):
@@ -30,8 +41,8 @@ class Components(NamedTuple):
     Attributes:
       agent: the agent.
       optimizer: the optimizer of its parameters.
-      update: ``(train_state, trajectory, key) -> (train_state, metrics)``; see
-        ``learning.learner``.
+      update: ``(train_state, source state, trajectory, key) -> (train_state, source state,
+        metrics)``; see ``learning.learner``.
     """
 
     agent: Agent
@@ -45,10 +56,8 @@ def make_agent(config: Config, spec: Spec) -> Agent:
     Raises:
       ConfigError: the network does not fit the observations.
     """
-    network = actor_critic.make_network(spec, config.network)
-    return AGENTS[config.agent](
-        spec, network, config.actor_critic, getattr(config, config.agent), mesh_lib.all_mean
-    )
+    agent = AGENTS[config.agent]
+    return agent.make(spec, config.settings, config.agent_config, DEVICES)
 
 
 def build(config: Config, spec: Spec, sizes: Sizes) -> Components:
@@ -58,17 +67,10 @@ def build(config: Config, spec: Spec, sizes: Sizes) -> Components:
       ConfigError: the network does not fit the observations.
     """
     agent = make_agent(config, spec)
-    optimizer = make_optimizer(config.learner)
-    update = make_update(
-        agent,
-        optimizer,
-        config.learner,
-        schedule=make_schedule(
-            config.learner, sizes.num_updates, sizes.steps_per_update // config.num_minibatches
-        ),
-        all_mean=mesh_lib.all_mean,
-        device_index=mesh_lib.device_index,
-    )
+    settings = config.optimization
+    optimizer = make_optimizer(settings, agent)
+    schedule = make_schedule(settings, sizes.num_updates, config.gradient_steps.transitions)
+    update = make_update(agent, optimizer, schedule=schedule, devices=DEVICES)
     return Components(agent, optimizer, update)
 
 
@@ -90,8 +92,10 @@ def make_policy(
 
 def init_train_state(components: Components, key: Array) -> TrainState:
     """The learner's initial state, from the run's key."""
-    weights = components.agent.init(jax.random.fold_in(key, WEIGHTS))
-    return TrainState(weights, (), components.optimizer.init(weights.params), jnp.int32(0))
+    agent = components.agent
+    weights = agent.init(jax.random.fold_in(key, WEIGHTS))
+    target = () if agent.target is None else jax.tree.map(jnp.copy, weights.params)
+    return TrainState(weights, target, components.optimizer.init(weights.params), jnp.int32(0))
 
 
 def update_keys(key: Array, step: Array) -> tuple[Array, Array]:

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from etils import epath
 
 from podracer.config import Config, Sizes
@@ -117,8 +118,7 @@ class Session:
         lines = {
             **layout,
             "batch": f"{sizes.num_envs:,} x {sizes.unroll_length} = "
-            f"{sizes.steps_per_update:,} steps, {config.num_epochs} epochs of "
-            f"{config.num_minibatches} minibatches",
+            f"{sizes.steps_per_update:,} steps, {config.gradient_steps.text}",
             "updates": f"{sizes.num_updates:,} = {sizes.num_calls:,} calls of "
             f"{sizes.updates_per_call:,}; {sizes.total_steps:,} steps",
             "workdir": str(self._options.workdir),
@@ -177,7 +177,10 @@ class Session:
             weights, update = load_weights(
                 self._options.init_from, "last", state.train.weights, self.processes
             )
-            state = state.replace(train=state.train.replace(weights=weights))
+            train = state.train.replace(weights=weights)
+            if jax.tree.leaves(train.target):
+                train = train.replace(target=jax.tree.map(jnp.copy, weights.params))
+            state = state.replace(train=train)
             self.log(f"starts from the weights of {self._options.init_from} at update {update:,}")
         settings = dataclasses.asdict(self._config)
         if self._files is not None:

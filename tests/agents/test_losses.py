@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from podracer import envs
-from podracer.agents import actor_critic, ppo, returns, vtrace
+from podracer.agents import AGENTS, actor_critic, ppo, returns
 from podracer.nets import actor_critic as nets
-from podracer.types import TimeStep
+from podracer.types import Devices, TimeStep
 from tests import references
 from tests.helpers import make_config
 
@@ -24,10 +24,7 @@ def make(agent, **changes):
     config = make_config(agent=agent, entropy_cost=0.03, value_cost=0.7, **changes)
     env = envs.make_environment("dummy:sign", {}, {})
     network = nets.make_network(env.spec, config.network)
-    module = {"ppo": ppo, "vtrace": vtrace}[agent]
-    made = module.make(
-        env.spec, network, config.actor_critic, getattr(config, agent), lambda tree: tree
-    )
+    made = AGENTS[agent].make(env.spec, config.settings, config.agent_config, Devices())
     return made, network, made.init(jax.random.key(0)).params
 
 

@@ -1,0 +1,40 @@
+"""The settings that agents share; each agent's own ones are the ``Config`` of its module."""
+
+import dataclasses
+
+from podracer.errors import ConfigError
+from podracer.learning.rollout import RolloutConfig
+from podracer.nets.actor_critic import NetworkConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a config says about every agent.
+
+    Attributes:
+      num_envs: number of environments, over all devices.
+      unroll_length: steps that each environment takes between two updates (T).
+      discount: gamma, in [0, 1].
+      entropy_cost: weight of the entropy bonus.
+      value_cost: weight of the value loss.
+      normalize_observations: whether to standardise observations by their running mean and
+        variance, clipped to [-5, 5].
+      normalize_rewards: whether to divide rewards by the running standard deviation of discounted
+        returns, clipped to [-10, 10].
+      network: the network.
+      rollout: how on-policy agents divide an unroll into minibatches.
+    """
+
+    num_envs: int
+    unroll_length: int
+    discount: float
+    entropy_cost: float
+    value_cost: float
+    normalize_observations: bool
+    normalize_rewards: bool
+    network: NetworkConfig
+    rollout: RolloutConfig
+
+    def __post_init__(self):
+        if not 0 <= self.discount <= 1:
+            raise ConfigError(f"discount must be in [0, 1], got {self.discount}")

@@ -7,8 +7,7 @@ optax.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -110,10 +109,13 @@ class Spec(NamedTuple):
     Attributes:
       observation: shape and dtype of one observation.
       action: the action space.
+      frames: number of frames in the last axis of an observation, the newest one last, of which the
+        others were the newest ones of the steps before; 1 if observations share no frames.
     """
 
     observation: jax.ShapeDtypeStruct
     action: Discrete | Box
+    frames: int = 1
 
 
 class Environment(NamedTuple):
@@ -316,7 +318,7 @@ class Agent(NamedTuple):
         is a copy of the parameters.
       labels: ``(params) ->`` a tree of the same structure that names the group of each parameter.
         Each group has an optimizer of its own. None if there is only one group.
-      rates: the learning rate of each group of ``labels``, as a factor of ``learning_rate``.
+      rates: each group of ``labels`` with the factor of its learning rate.
     """
 
     init: Callable[[Array], Weights]
@@ -326,4 +328,4 @@ class Agent(NamedTuple):
     loss: Callable[[Params, TrainState, ArrayTree, Array], tuple[Array, LossAux]]
     target: Callable[[Params, Params, Array], Params] | None = None
     labels: Callable[[Params], ArrayTree] | None = None
-    rates: Mapping[str, float] = MappingProxyType({})
+    rates: tuple[tuple[str, float], ...] = ()

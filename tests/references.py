@@ -111,3 +111,20 @@ def vtrace(
             ratio = min(clip_pg_rho, rho[t, b])
             advantage[t, b] = ratio * (r + discount * d * following - values[t, b])
     return advantage, target
+
+
+def n_step(stream: Stream, values: np.ndarray, n: int, discount: float):
+    """Targets r_1 + gamma r_2 + ... + gamma^k V, k <= n, within each episode."""
+    length, batch = values.shape[0] - 1, values.shape[1]
+    target = np.zeros((length, batch))
+    valid = np.zeros((length, batch))
+    for b, index, rewards, discounts, leads in stream.episodes:
+        if leads and leads[-1] is None:
+            index, rewards, discounts, leads = (x[:-1] for x in (index, rewards, discounts, leads))
+        for i, t in enumerate(index):
+            last = min(i + n, len(index)) - 1
+            target[t, b] = sum(discount ** (j - i) * rewards[j] for j in range(i, last + 1))
+            bootstrap = discounts[last] * values[leads[last], b]
+            target[t, b] += discount ** (last + 1 - i) * bootstrap
+            valid[t, b] = 1
+    return target, valid

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from podracer.agents import normalization, returns
+from podracer.agents import normalization
 from podracer.agents.settings import Settings
 from podracer.nets import heads
 from podracer.nets.actor_critic import Network
@@ -23,10 +23,6 @@ from podracer.types import (
     Weights,
 )
 
-# BatchPPO (https://arxiv.org/abs/1709.02878) clips normalised observations at 5, rewards at 10.
-OBSERVATION_CLIP = 5.0
-REWARD_CLIP = 10.0
-
 
 class ActorCriticCarry(struct.PyTreeNode):
     """What an actor carries from step to step, ``[B, ...]``.
@@ -40,20 +36,15 @@ class ActorCriticCarry(struct.PyTreeNode):
     total: Any
 
 
-def make_functions(spec: Spec, network: Network, config: Settings):
+def make_functions(spec: Spec, network: Network, settings: Settings):
     """The functions ``init``, ``carry`` and ``act`` of an actor-critic's ``Agent`` record."""
 
     def init(key: Array) -> Weights:
-        observation = reward = ()
-        if config.normalize_observations:
-            observation = normalization.init(spec.observation.shape)
-        if config.normalize_rewards:
-            reward = normalization.init(())
-        return Weights(network.init(key), {"observation": observation, "reward": reward})
+        return Weights(network.init(key), normalization.init_stats(spec, settings))
 
     def carry(env_ids: Array) -> ActorCriticCarry:
         batch = env_ids.shape[0]
-        total = jnp.zeros(batch) if config.normalize_rewards else ()
+        total = normalization.init_total(settings, batch)
         return ActorCriticCarry(network.initial_carry(batch), total)
 
     def act(
@@ -66,16 +57,14 @@ def make_functions(spec: Spec, network: Network, config: Settings):
     ) -> tuple[ActorCriticCarry, Array, dict[str, Array]]:
         # Networks take [T, B, ...]: here T = 1.
         now = jax.tree.map(lambda x: x[None], timestep)
-        observation = normalize(weights, now.observation)
+        observation = normalization.normalize_observation(weights.stats, now.observation)
         network_carry, policy, _ = network.apply(
             weights.params, carry.network, observation, now.first
         )
         policy = jax.tree.map(lambda x: x[0], policy)
         distribution = network.distribution(policy)
         action = distribution.mode() if greedy else heads.sample(network.distribution, policy, keys)
-        total = carry.total
-        if config.normalize_rewards:
-            total, _ = returns.discounted(total, now, config.discount)
+        total = normalization.add_reward(settings, carry.total, timestep)
         return (
             ActorCriticCarry(network_carry, total),
             action,
@@ -85,16 +74,8 @@ def make_functions(spec: Spec, network: Network, config: Settings):
     return init, carry, act
 
 
-def normalize(weights: Weights, observation: Array) -> Array:
-    """Observations as the network receives them."""
-    moments = weights.stats["observation"]
-    if not moments:
-        return observation
-    return normalization.standardize(moments, observation, OBSERVATION_CLIP)
-
-
 def preprocess(
-    weights: Weights, trajectory: Trajectory, discount: float, all_mean: Reduce
+    weights: Weights, trajectory: Trajectory, settings: Settings, all_mean: Reduce
 ) -> tuple[Trajectory, dict[str, Any]]:
     """Normalises a trajectory, and updates the statistics.
 
@@ -105,25 +86,18 @@ def preprocess(
     Args:
       weights: the weights whose statistics normalise the observations.
       trajectory: the trajectory as it was collected.
-      discount: discount factor (gamma).
+      settings: the settings of every agent.
       all_mean: the mean of a tree over devices.
 
     Returns:
       The normalised trajectory, and the statistics to act with next.
     """
-    timestep, stats = trajectory.timestep, dict(weights.stats)
-    if stats["observation"]:
-        stats["observation"] = normalization.update(
-            stats["observation"], timestep.observation[:-1], all_mean
-        )
-        timestep = timestep.replace(observation=normalize(weights, timestep.observation))
-    if stats["reward"]:
-        # The arrival at t = 0 is the last one of the previous unroll, which did not count it.
-        past = jax.tree.map(lambda x: x[:-1], timestep)
-        _, totals = returns.discounted(trajectory.carry.total, past, discount)
-        stats["reward"] = normalization.update(stats["reward"], totals, all_mean)
-        reward = normalization.rescale(stats["reward"], timestep.reward, REWARD_CLIP)
-        timestep = timestep.replace(reward=reward)
+    stats = normalization.update_stats(weights.stats, trajectory, settings, all_mean)
+    timestep = trajectory.timestep
+    timestep = timestep.replace(
+        observation=normalization.normalize_observation(weights.stats, timestep.observation),
+        reward=normalization.normalize_reward(stats, timestep.reward),
+    )
     return trajectory.replace(timestep=timestep), stats
 
 

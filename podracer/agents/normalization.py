@@ -1,9 +1,18 @@
 """Running normalisation of observations and rewards, the same on every device."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from flax import struct
 
-from podracer.types import Array, Reduce
+from podracer.agents import returns
+from podracer.agents.settings import Settings
+from podracer.types import Array, Reduce, Spec, TimeStep, Trajectory
+
+# BatchPPO (https://arxiv.org/abs/1709.02878) clips normalised observations at 5, rewards at 10.
+OBSERVATION_CLIP = 5.0
+REWARD_CLIP = 10.0
 
 
 class Moments(struct.PyTreeNode):
@@ -59,3 +68,55 @@ def standardize(moments: Moments, x: Array, clip: float) -> Array:
 def rescale(moments: Moments, x: Array, clip: float) -> Array:
     """x / standard deviation, clipped to [-clip, clip]: rewards keep their sign."""
     return jnp.clip(x / jnp.sqrt(moments.variance + 1e-8), -clip, clip)
+
+
+def init_stats(spec: Spec, settings: Settings) -> dict[str, Any]:
+    """The statistics of an agent: the moments of what is normalised, else ``()``."""
+    return {
+        "observation": init(spec.observation.shape) if settings.normalize_observations else (),
+        "reward": init(()) if settings.normalize_rewards else (),
+    }
+
+
+def init_total(settings: Settings, batch: int) -> Array | tuple[()]:
+    """The discounted sum of past rewards that an actor carries, ``()`` if it is not needed."""
+    return jnp.zeros(batch) if settings.normalize_rewards else ()
+
+
+def add_reward(
+    settings: Settings, total: Array | tuple[()], timestep: TimeStep
+) -> Array | tuple[()]:
+    """The discounted sum of past rewards after an arrival ``[B, ...]``."""
+    if isinstance(total, tuple):
+        return ()
+    total, _ = returns.discounted(
+        total, jax.tree.map(lambda x: x[None], timestep), settings.discount
+    )
+    return total
+
+
+def normalize_observation(stats: dict[str, Any], observation: Array) -> Array:
+    """Observations as networks receive them."""
+    moments = stats["observation"]
+    return standardize(moments, observation, OBSERVATION_CLIP) if moments else observation
+
+
+def normalize_reward(stats: dict[str, Any], reward: Array) -> Array:
+    """Rewards as losses receive them."""
+    moments = stats["reward"]
+    return rescale(moments, reward, REWARD_CLIP) if moments else reward
+
+
+def update_stats(
+    stats: dict[str, Any], trajectory: Trajectory, settings: Settings, all_mean: Reduce
+) -> dict[str, Any]:
+    """The statistics after one more trajectory, whose carry has the field ``total``."""
+    stats, timestep = dict(stats), trajectory.timestep
+    if stats["observation"]:
+        stats["observation"] = update(stats["observation"], timestep.observation[:-1], all_mean)
+    if stats["reward"]:
+        # The arrival at t = 0 is the last one of the previous unroll, which did not count it.
+        past = jax.tree.map(lambda x: x[:-1], timestep)
+        _, totals = returns.discounted(trajectory.carry.total, past, settings.discount)
+        stats["reward"] = update(stats["reward"], totals, all_mean)
+    return stats

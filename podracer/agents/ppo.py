@@ -137,9 +137,7 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
 
     def prepare(train_state: TrainState, trajectory: Trajectory) -> tuple[ArrayTree, ArrayTree]:
         weights, carry = train_state.weights, trajectory.carry.network
-        trajectory, stats = actor_critic.preprocess(
-            weights, trajectory, settings.discount, devices.mean
-        )
+        trajectory, stats = actor_critic.preprocess(weights, trajectory, settings, devices.mean)
         timestep = trajectory.timestep
         # Values are computed here in one large batch, so that acting does not need them.
         _, _, values = network.apply(weights.params, carry, timestep.observation, timestep.first)

@@ -120,6 +120,46 @@ def vtrace(
     return Targets(jax.lax.stop_gradient(advantage), jax.lax.stop_gradient(target), keep)
 
 
+class NStep(NamedTuple):
+    """n-step returns; every field is ``[T, B]``. The target of an action value is ``reward +
+    discount * V(observation[t + steps])``.
+
+    Attributes:
+      reward: float32, the discounted sum of the rewards of up to n transitions.
+      discount: float32, of the value to bootstrap from, 0 if the episode terminates before it.
+      steps: int32, the number of transitions, fewer than n at the end of an episode or of the data.
+      valid: 1 where the transition t -> t+1 is valid, else 0.
+    """
+
+    reward: Array
+    discount: Array
+    steps: Array
+    valid: Array
+
+
+def n_step(timestep: TimeStep, n: int, discount: float) -> NStep:
+    """n-step returns that bootstrap earlier where a transition is cut and at the end of the data.
+
+    Args:
+      timestep: ``[T+1, B]``.
+      n: the largest number of transitions.
+      discount: gamma of the agent.
+    """
+    keep = valid(timestep)
+    reward, discounts = timestep.reward[1:], discount * timestep.discount[1:]
+    # Those of no transition: the value itself.
+    sums, factors, steps = jnp.zeros_like(reward), jnp.ones_like(reward), jnp.zeros(reward.shape)
+    for _ in range(n):
+        sums, factors, steps = (
+            jnp.concatenate([x[1:], jnp.full_like(x[:1], end)])
+            for x, end in ((sums, 0), (factors, 1), (steps, 0))
+        )
+        sums = jnp.where(keep, reward + discounts * sums, 0.0)
+        factors = jnp.where(keep, discounts * factors, 1.0)
+        steps = jnp.where(keep, 1 + steps, 0)
+    return NStep(sums, factors, steps.astype(jnp.int32), keep.astype(jnp.float32))
+
+
 def discounted(total: Array, timestep: TimeStep, discount: float) -> tuple[Array, Array]:
     """Discounted sums of past rewards, whose variance scales rewards (reward normalisation).
 

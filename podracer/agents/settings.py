@@ -3,8 +3,9 @@
 import dataclasses
 
 from podracer.errors import ConfigError
+from podracer.learning.replay import ReplayConfig
 from podracer.learning.rollout import RolloutConfig
-from podracer.nets.actor_critic import NetworkConfig
+from podracer.nets.network import NetworkConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +23,8 @@ class Settings:
       normalize_rewards: whether to divide rewards by the running standard deviation of discounted
         returns, clipped to [-10, 10].
       network: the network.
-      rollout: how on-policy agents divide an unroll into minibatches.
+      rollout: how agents that learn from each unroll once divide it into minibatches.
+      replay: what other agents keep, and how they draw from it.
     """
 
     num_envs: int
@@ -34,6 +36,7 @@ class Settings:
     normalize_rewards: bool
     network: NetworkConfig
     rollout: RolloutConfig
+    replay: ReplayConfig
 
     def __post_init__(self):
         if not 0 <= self.discount <= 1:

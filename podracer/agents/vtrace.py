@@ -75,7 +75,7 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
 
     def prepare(train_state: TrainState, trajectory: Trajectory) -> tuple[ArrayTree, ArrayTree]:
         trajectory, stats = actor_critic.preprocess(
-            train_state.weights, trajectory, settings.discount, devices.mean
+            train_state.weights, trajectory, settings, devices.mean
         )
         steps = (trajectory.timestep, trajectory.action, trajectory.extras["log_prob"])
         return (trajectory.carry.network, actor_critic.time_major(steps)), stats

@@ -25,8 +25,9 @@ from podracer.config.sections import (
 from podracer.distributed.joining import HostsConfig
 from podracer.errors import ConfigError, unknown
 from podracer.learning.optimizer import OptimizerConfig
+from podracer.learning.replay import ReplayConfig
 from podracer.learning.rollout import RolloutConfig
-from podracer.nets.actor_critic import NetworkConfig
+from podracer.nets.network import NetworkConfig
 from podracer.types import GradientSteps
 
 
@@ -67,7 +68,8 @@ class Config(AgentSections):
       num_epochs, num_minibatches: see ``learning.rollout.RolloutConfig``.
       cpu_devices: number of devices that a CPU is split into; 0 chooses (see
         ``auto_cpu_devices``). GPUs and TPUs ignore it.
-      network: see ``nets.actor_critic.NetworkConfig``.
+      network: see ``nets.network.NetworkConfig``.
+      replay: see ``learning.replay.ReplayConfig``.
       evaluation: see ``EvaluationConfig``.
       checkpoint: see ``CheckpointConfig``.
       hosts: see ``distributed.joining.HostsConfig``.
@@ -103,6 +105,7 @@ class Config(AgentSections):
     num_minibatches: int = 4
     cpu_devices: int = 0
     network: NetworkConfig = dataclasses.field(default_factory=NetworkConfig)
+    replay: ReplayConfig = dataclasses.field(default_factory=ReplayConfig)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     hosts: HostsConfig = dataclasses.field(default_factory=HostsConfig)

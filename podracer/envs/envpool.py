@@ -228,5 +228,9 @@ def make(
         pool,
         channels_first=_channels_first(spec),
     )
-    env = env._replace(make_renderable=drawn)
+    # Of coloured frames, the last axis holds several channels each.
+    frames = getattr(spec.config, "stack_num", 1)
+    if env.spec.observation.shape[-1:] != (frames,):
+        frames = 1
+    env = env._replace(make_renderable=drawn, spec=env.spec._replace(frames=frames))
     return _newest(env, f"envpool:{name}", spec.config.stack_num) if newest_frame else env

@@ -69,7 +69,7 @@ def make_optimizer(config: OptimizerConfig, agent: Agent) -> optax.GradientTrans
     """
     if agent.labels is None:
         return _make_group(config, 1.0)
-    groups = {name: _make_group(config, factor) for name, factor in agent.rates.items()}
+    groups = {name: _make_group(config, factor) for name, factor in agent.rates}
     return optax.partition(groups, agent.labels)
 
 

@@ -14,7 +14,7 @@ from podracer.storage.workdir import read_config
 FIXED = (
     "architecture", "env", "env_kwargs", "env_params", "agent", "seed", "num_seeds",
     "num_envs", "unroll_length", "network", "optimizer", "normalize_observations",
-    "normalize_rewards",
+    "normalize_rewards", "replay.capacity", "replay.batch",
 )  # fmt: skip
 
 

@@ -82,7 +82,11 @@ def check_finite(losses: dict[str, Any], first_update: int, sizes: Sizes) -> Non
 
 def _train_row(metrics: CallMetrics) -> Row:
     episodes, ret, length = (float(x.sum()) for x in metrics.episodes)
-    row: Row = {f"loss/{name}": float(x.mean()) for name, x in metrics.losses.items()}
+    row: Row = {
+        # A name with a slash has its own group, such as "replay/fill".
+        name if "/" in name else f"loss/{name}": float(x.mean())
+        for name, x in metrics.losses.items()
+    }
     row["train/episodes"] = round(episodes)
     if episodes:
         row["train/episode_return"] = ret / episodes

@@ -1,12 +1,12 @@
-"""One battery for every agent: probes with known values, for all action spaces and cores."""
+"""One battery for every agent: probes with known values, for its action spaces and cores."""
 
 import itertools
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import pytest
 
-from podracer import envs
 from podracer.agents import AGENTS
 from podracer.nets import actor_critic
 from tests.helpers import make_config, make_run
@@ -18,10 +18,71 @@ VALUES = {
     "sign": lambda x: x,
     "delayed": lambda x: np.where(x == 1, GAMMA, 1.0),
 }
+
+
+def critic_values(config, program, state):
+    """Values by the critic of an actor-critic."""
+    network = actor_critic.make_network(program.env.spec, config.network)
+    now = jax.tree.map(lambda x: x[None], state.rollout.timestep)
+    _, _, value = network.apply(
+        state.train.weights.params, state.rollout.carry.network, now.observation, now.first
+    )
+    return value[0]
+
+
+def best_values(config, program, state):
+    """The values of the best actions."""
+    rollout = state.rollout
+    keys = jax.random.split(jax.random.key(0), config.num_envs)
+    act = jax.jit(program.agent.act)
+    _, _, extras = act(state.train.weights, rollout.carry, rollout.timestep, keys)
+    return extras["best"]
+
+
+class Row(NamedTuple):
+    """What an agent is tested with.
+
+    Attributes:
+      continuous: whether it acts in continuous spaces, for each space.
+      cores: cores of its network.
+      settings: its settings.
+      values: ``(config, program, state) ->`` the values of the current observations.
+    """
+
+    continuous: tuple[bool, ...]
+    cores: tuple[str, ...]
+    settings: dict[str, Any]
+    values: Any
+
+
+ACTOR_CRITIC = Row(
+    (False, True), ("none", "gru"), {"num_minibatches": 2, "num_epochs": 2}, critic_values
+)
+REPLAY = {
+    "replay__capacity": 64 * 100,
+    "replay__begin": 64 * 16,
+    "replay__batch": 64,
+    "replay__gradient_steps": 4,
+    "replay__priority_exponent": 0.6,
+}
+DQN = {**REPLAY, "dqn__target_period": 20, "dqn__n_step": 2, "dqn__dueling": True}
+ROWS = {
+    "ppo": ACTOR_CRITIC,
+    "vtrace": ACTOR_CRITIC,
+    "dqn": Row((False,), ("none",), DQN, best_values),
+}
 # Each takes seconds to compile: .ci/run runs all of them, the default run only those that differ.
 SLOW = pytest.mark.slow
-VARIANTS = list(itertools.product(AGENTS, (False, True), ("none", "gru")))
+VARIANTS = [
+    (agent, *variant)
+    for agent, row in ROWS.items()
+    for variant in itertools.product(row.continuous, row.cores)
+]
 FEW = [pytest.param(*v, marks=SLOW) if v[1] or v[2] == "gru" else v for v in VARIANTS]
+
+
+def test_every_agent_has_a_row():
+    assert ROWS.keys() == AGENTS.keys()
 
 
 def train(probe: str, agent: str, continuous: bool, core: str, calls: int):
@@ -35,14 +96,13 @@ def train(probe: str, agent: str, continuous: bool, core: str, calls: int):
         num_envs=64,
         unroll_length=8,
         stagger=3,
-        num_minibatches=2,
         updates_per_call=100,
         total_steps=1_000_000,
-        num_epochs=2,
         learning_rate=3e-3,
         anneal=False,
         entropy_cost=0.001,
         evaluation__episodes=64,
+        **ROWS[agent].settings,
     )
     program, _, state, step = make_run(config)
     with jax.checking_leaks():
@@ -59,16 +119,10 @@ def train(probe: str, agent: str, continuous: bool, core: str, calls: int):
     "probe", [*(pytest.param(p, marks=SLOW) for p in ("one", "sign")), "delayed"]
 )
 def test_values_are_learned(probe, agent, continuous, core):
-    config, _, state = train(probe, agent, continuous, core, calls=2)
-    network = actor_critic.make_network(
-        envs.make_environment(config.env, config.env_kwargs, {}).spec, config.network
-    )
-    now = jax.tree.map(lambda x: x[None], state.rollout.timestep)
-    _, _, value = network.apply(
-        state.train.weights.params, state.rollout.carry.network, now.observation, now.first
-    )
-    expected = VALUES[probe](np.asarray(now.observation[0, :, 0]))
-    np.testing.assert_allclose(value[0], expected, atol=0.1)
+    config, program, state = train(probe, agent, continuous, core, calls=2)
+    expected = VALUES[probe](np.asarray(state.rollout.timestep.observation[:, 0]))
+    value = ROWS[agent].values(config, program, state)
+    np.testing.assert_allclose(value, expected, atol=0.1)
     if probe != "one":
         assert len(np.unique(expected)) == 2
 

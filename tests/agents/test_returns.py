@@ -67,6 +67,22 @@ def test_vtrace_on_policy_with_lambda_is_gae(next_step):
     np.testing.assert_allclose(ours.value, other.value, atol=2e-5)
 
 
+@pytest.mark.parametrize("next_step", [False, True])
+@pytest.mark.parametrize("truncate", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("n", [1, 3, 20])
+def test_n_step_returns_are_the_sum_within_each_episode(next_step, truncate, n):
+    rng = np.random.default_rng(n)
+    stream = references.random_stream(rng, 40, 5, next_step=next_step, truncate=truncate)
+    values = rng.normal(size=(41, 5)).astype(np.float32)
+    expected, valid = references.n_step(stream, values, n, 0.9)
+    out = returns.n_step(jax.tree.map(jnp.asarray, stream.timestep), n, 0.9)
+    t, b = np.indices((40, 5))
+    target = out.reward + out.discount * values[t + np.asarray(out.steps), b]
+    np.testing.assert_array_equal(out.valid, valid)
+    np.testing.assert_allclose(valid * target, expected, atol=1e-5)
+    assert (np.asarray(out.steps)[valid == 1] >= 1).all()
+
+
 def test_nothing_leaks_backwards_through_a_cut():
     """Targets before the end of an episode do not depend on what follows it, bit for bit."""
     _, stream, values = make(2, True, 0.5)

@@ -215,7 +215,9 @@ def test_no_epochs():
 
 def test_each_group_of_parameters_has_its_own_optimizer():
     """Gradients are clipped by the norm of their group, and scaled by its rate."""
-    agent = quadratic(1, 1, labels=lambda params: {"a": "x", "b": "y"}, rates={"x": 1.0, "y": 0.5})
+    agent = quadratic(
+        1, 1, labels=lambda params: {"a": "x", "b": "y"}, rates=(("x", 1.0), ("y", 0.5))
+    )
     cfg = config(optimizer="rmsprop", max_grad_norm=0.5, epsilon=1e3, learning_rate=1.0)
     optimizer = optimizer_lib.make_optimizer(cfg, agent)
     params = {"a": jnp.zeros(1), "b": jnp.zeros(1)}

@@ -9,8 +9,8 @@ import pytest
 
 from podracer.errors import ConfigError
 from podracer.nets import actor_critic
-from podracer.nets.actor_critic import NetworkConfig
 from podracer.nets.conv import LAYERS
+from podracer.nets.network import NetworkConfig
 from podracer.types import Box, Discrete, Spec
 from podracer.xla_cpu import prng
 from podracer.xla_cpu.convolution import convolve

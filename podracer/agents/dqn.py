@@ -1,0 +1,153 @@
+"""Deep Q-learning, https://www.nature.com/articles/nature14236, with what Rainbow and Ape-X add.
+
+n-step returns, double Q-learning (https://arxiv.org/abs/1509.06461), dueling networks, prioritised
+replay, and a different probability of random actions in each environment
+(https://arxiv.org/abs/1803.00933).
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from podracer.agents import normalization, q_learning, returns
+from podracer.agents.q_learning import QLearningConfig
+from podracer.agents.settings import Settings
+from podracer.errors import ConfigError
+from podracer.learning import replay
+from podracer.learning.ring import Item, Window
+from podracer.nets.q_network import make_q_network
+from podracer.types import (
+    Agent,
+    Array,
+    ArrayTree,
+    Devices,
+    GradientSteps,
+    LossAux,
+    Params,
+    Spec,
+    TrainState,
+    Trajectory,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(QLearningConfig):
+    """Settings of DQN, in addition to those of every agent.
+
+    Attributes:
+      n_step, dueling, epsilon, epsilon_alpha, evaluation_epsilon, target_period: see
+        ``agents.q_learning.QLearningConfig``.
+      double: whether the current network chooses the action that the target network evaluates.
+      huber: errors count squared up to this size and linearly beyond it; 0 squares all.
+    """
+
+    n_step: int = 3
+    dueling: bool = False
+    epsilon: float = 0.4
+    epsilon_alpha: float = 7.0
+    evaluation_epsilon: float = 0.0
+    target_period: int = 500
+    double: bool = True
+    huber: float = 1.0
+
+    off_policy: ClassVar[bool] = True
+    fixed: ClassVar[tuple[str, ...]] = ("n_step", "dueling")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.huber < 0:
+            raise ConfigError(f"dqn.huber must be 0 (off) or positive, got {self.huber}")
+
+    def gradient_steps(self, settings: Settings) -> GradientSteps:
+        """See ``agents``."""
+        return replay.gradient_steps(settings.replay, settings.num_envs, transitions=1)
+
+
+class Batch(struct.PyTreeNode):
+    """What the loss reads; ``[items, ...]`` each.
+
+    Attributes:
+      observation: ``[2, items, ...]``, of the value to learn and of the one to bootstrap from.
+      action: the action taken.
+      target: the n-step return.
+      importance: the items' weights.
+    """
+
+    observation: Array
+    action: Array
+    target: returns.NStep
+    importance: Array
+
+
+def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Agent:
+    """DQN for discrete actions, with a feed-forward network.
+
+    Args:
+      spec: observation and action spaces.
+      settings: settings of every agent.
+      config: settings of DQN.
+      devices: the devices that learn.
+
+    Raises:
+      ConfigError: actions are continuous, the network has a core, or the replay is too small.
+    """
+    if settings.network.core != "none":
+        raise ConfigError(
+            f"agent='dqn' learns from single transitions, which network.core="
+            f"{settings.network.core!r} can't; use agent='r2d2', or network.core='none'"
+        )
+    network = make_q_network(spec, settings.network, dueling=config.dueling)
+    init, carry, act = q_learning.make_functions(spec, settings, config, network)
+
+    def values(params: Params, observation: Array) -> Array:
+        """Values ``[T, B, actions]`` of observations ``[T, B, ...]``."""
+        nothing = jnp.zeros(observation.shape[:2], bool)
+        return network.apply(params, (), observation, nothing, None)[1]
+
+    def update_stats(train_state: TrainState, trajectory: Trajectory) -> ArrayTree:
+        stats = train_state.weights.stats
+        return normalization.update_stats(stats, trajectory, settings, devices.mean)
+
+    def read(train_state: TrainState, window: Window) -> Batch:
+        stats = train_state.weights.stats
+        timestep = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), window.timestep)
+        timestep = timestep.replace(reward=normalization.normalize_reward(stats, timestep.reward))
+        target = returns.n_step(timestep, config.n_step, settings.discount)
+        target = jax.tree.map(lambda x: x[0], target)
+        observation = window.observe(jnp.stack([jnp.zeros_like(target.steps), target.steps], 1))
+        observation = normalization.normalize_observation(stats, observation)
+        return Batch(
+            jnp.swapaxes(observation, 0, 1), window.action[:, 0], target, window.importance
+        )
+
+    def loss(
+        params: Params, train_state: TrainState, batch: Batch, key: Array
+    ) -> tuple[Array, LossAux]:
+        del key
+        target = batch.target
+        q_now, q_later = values(params, batch.observation)
+        q_target = values(train_state.target, batch.observation[1:])[0]
+        chosen = (q_later if config.double else q_target).argmax(-1)
+        value = target.reward + target.discount * q_learning.select(q_target, chosen)
+        q = q_learning.select(q_now, batch.action)
+        error = target.valid * (jax.lax.stop_gradient(value) - q)
+        losses = optax.huber_loss(error, delta=config.huber) if config.huber else 0.5 * error**2
+        total = (batch.importance * losses).mean()
+        metrics = {"total": total, "q": q.mean(), "td_error": jnp.abs(error).mean()}
+        return total, LossAux(metrics, priorities=jnp.abs(error) + q_learning.LEAST_PRIORITY)
+
+    item = Item(config.n_step, 1, read, update_stats)
+    source = replay.make_source(
+        item,
+        settings.replay,
+        devices,
+        num_envs=settings.num_envs,
+        unroll_length=settings.unroll_length,
+        frames=spec.frames,
+    )
+    target = q_learning.periodic_target(config.target_period)
+    return Agent(init, carry, act, source, loss, target)

@@ -1,0 +1,153 @@
+"""What DQN and R2D2 share: epsilon-greedy acting, target networks, and losses of action values."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from podracer.agents import normalization
+from podracer.agents.settings import Settings
+from podracer.errors import ConfigError
+from podracer.nets.q_network import QNetwork
+from podracer.types import Array, Carry, Params, Spec, TimeStep, Weights
+
+# Added to errors, so that every item can be drawn again.
+LEAST_PRIORITY = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class QLearningConfig:
+    """Settings of agents that learn the values of actions.
+
+    Attributes:
+      n_step: transitions between a value and the one it bootstraps from.
+      dueling: whether the network estimates the value of the state and the actions' advantages
+        (https://arxiv.org/abs/1511.06581).
+      epsilon, epsilon_alpha: environment i of N takes a random action with probability
+        epsilon^(1 + epsilon_alpha * i / (N - 1)) (Ape-X, https://arxiv.org/abs/1803.00933).
+      evaluation_epsilon: probability of a random action in evaluations with
+        ``evaluation.greedy``.
+      target_period: gradient steps between two copies of the parameters to the target network.
+    """
+
+    n_step: int
+    dueling: bool
+    epsilon: float
+    epsilon_alpha: float
+    evaluation_epsilon: float
+    target_period: int
+
+    def __post_init__(self):
+        if min(self.n_step, self.target_period) <= 0:
+            raise ConfigError(
+                "n_step and target_period must be positive, got "
+                f"{self.n_step} and {self.target_period}"
+            )
+        for key in ("epsilon", "evaluation_epsilon"):
+            if not 0 <= getattr(self, key) <= 1:
+                raise ConfigError(f"{key} must be in [0, 1], got {getattr(self, key)}")
+        if self.epsilon_alpha < 0:
+            raise ConfigError(f"epsilon_alpha must not be negative, got {self.epsilon_alpha}")
+
+
+class QCarry(struct.PyTreeNode):
+    """What an actor carries from step to step, ``[B, ...]``.
+
+    Attributes:
+      memory: what the network carries; ``()`` without a core.
+      action: the last action, for networks that observe it; else ``()``.
+      epsilon: float32, the probability of a random action.
+      total: discounted sum of past rewards, ``()`` unless rewards are normalised.
+    """
+
+    memory: Carry
+    action: Array | tuple[()]
+    epsilon: Array
+    total: Any
+
+
+# ``(last action [..., B], time step [..., B]) -> [..., B, E]``, what a network observes besides
+# observations; None for nothing.
+Inputs = Callable[[Array, TimeStep], Array] | None
+
+
+def make_functions(
+    spec: Spec,
+    settings: Settings,
+    config: QLearningConfig,
+    network: QNetwork,
+    inputs: Inputs = None,
+):
+    """The functions ``init``, ``carry`` and ``act`` of an ``Agent`` that is epsilon-greedy.
+
+    The extras of ``act`` are the values of the chosen action, "chosen", and of the best one,
+    "best".
+    """
+
+    def init(key: Array) -> Weights:
+        return Weights(network.init(key), normalization.init_stats(spec, settings))
+
+    def carry(env_ids: Array) -> QCarry:
+        batch = env_ids.shape[0]
+        return QCarry(
+            network.initial_carry(batch),
+            () if inputs is None else jnp.zeros(batch, jnp.int32),
+            epsilons(config, settings.num_envs, env_ids),
+            normalization.init_total(settings, batch),
+        )
+
+    def act(
+        weights: Weights, carry: QCarry, timestep: TimeStep, keys: Array, *, greedy: bool = False
+    ) -> tuple[QCarry, Array, dict[str, Array]]:
+        # Networks take [T, B, ...]: here T = 1.
+        extra = None if inputs is None else inputs(carry.action, timestep)[None]
+        observation = normalization.normalize_observation(weights.stats, timestep.observation)
+        memory, q = network.apply(
+            weights.params, carry.memory, observation[None], timestep.first[None], extra
+        )
+        epsilon = config.evaluation_epsilon if greedy else carry.epsilon
+        action = choose(q[0], epsilon, keys)
+        new = QCarry(
+            memory,
+            () if inputs is None else action,
+            carry.epsilon,
+            normalization.add_reward(settings, carry.total, timestep),
+        )
+        return new, action, {"chosen": select(q[0], action), "best": q[0].max(-1)}
+
+    return init, carry, act
+
+
+def epsilons(config: QLearningConfig, num_envs: int, env_ids: Array) -> Array:
+    """The probabilities of random actions in the environments ``env_ids [B]``, ``[B]``."""
+    place = jnp.minimum(env_ids / max(1, num_envs - 1), 1.0)
+    return config.epsilon ** (1 + config.epsilon_alpha * place)
+
+
+def choose(q: Array, epsilon: Array | float, keys: Array) -> Array:
+    """Epsilon-greedy actions: values ``[B, actions]`` and keys ``[B]`` -> ``[B]`` int32."""
+
+    def one(q: Array, epsilon: Array, key: Array) -> Array:
+        explore_key, action_key = jax.random.split(key)
+        random = jax.random.randint(action_key, (), 0, q.shape[-1])
+        return jnp.where(jax.random.uniform(explore_key) < epsilon, random, q.argmax(-1))
+
+    return jax.vmap(one)(q, jnp.broadcast_to(epsilon, q.shape[:1]), keys)
+
+
+def select(q: Array, action: Array) -> Array:
+    """The values of actions: ``[..., actions]`` and ``[...]`` -> ``[...]``."""
+    return jnp.take_along_axis(q, action[..., None], -1)[..., 0]
+
+
+def periodic_target(period: int) -> Callable[[Params, Params, Array], Params]:
+    """``Agent.target``: copies the parameters at every ``period``-th gradient step."""
+
+    def target(params: Params, target: Params, step: Array) -> Params:
+        return optax.periodic_update(params, target, step, period)
+
+    return target

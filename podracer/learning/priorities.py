@@ -1,0 +1,145 @@
+"""Drawing items in proportion to their priorities, from exact sums in two levels.
+
+The priorities of an environment are laid out as ``[rows, width]``, with the sum of each row beside
+them. An item is drawn by drawing a row by the sums, then a place within the row. Setting priorities
+recomputes the sums of the rows that they are in, so that a sum never drifts, however often its
+items change; a tree of sums would add differences up. Both take about the square root of the number
+of items.
+
+Environments are divided into *groups* of consecutive global numbers, from each of which equally
+many items of a batch are drawn, with keys of the group's number. How the environments are spread
+over devices therefore does not change what is drawn, and drawing needs no communication.
+"""
+
+from math import ceil, gcd, sqrt
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from podracer.types import Array
+
+
+class Layout(NamedTuple):
+    """Where priorities are.
+
+    Attributes:
+      groups: number of groups, over all devices.
+      envs: environments of a group.
+      draws: items of a batch that are drawn from a group.
+      items: items of an environment.
+      rows: rows of an environment.
+      width: items of a row.
+    """
+
+    groups: int
+    envs: int
+    draws: int
+    items: int
+    rows: int
+    width: int
+
+
+class Priorities(struct.PyTreeNode):
+    """Priorities of the items of B environments, raised to their exponent; 0 is never drawn.
+
+    Attributes:
+      items: ``[B, rows, width]`` float32.
+      sums: ``[B, rows]`` float32, the sum of each row.
+    """
+
+    items: Array
+    sums: Array
+
+
+class Drawn(NamedTuple):
+    """The items of a batch on this device, ``[items]`` each.
+
+    Attributes:
+      env: number of the environment on this device.
+      item: number of the item in its environment.
+      probability: with which a draw from all groups gives this item.
+    """
+
+    env: Array
+    item: Array
+    probability: Array
+
+
+def make_layout(num_envs: int, batch: int, items: int) -> Layout:
+    """The layout with as many groups as possible, and about as many rows of a group as places.
+
+    Args:
+      num_envs: number of environments, over all devices.
+      batch: items of a batch, over all devices.
+      items: items of an environment.
+    """
+    groups = gcd(num_envs, batch)
+    envs = num_envs // groups
+    width = max(1, min(items, round(sqrt(envs * items))))
+    return Layout(groups, envs, batch // groups, items, ceil(items / width), width)
+
+
+def init(layout: Layout, batch: int) -> Priorities:
+    """Priorities of 0 for ``batch`` environments."""
+    zeros = jnp.zeros((batch, layout.rows, layout.width))
+    return Priorities(zeros, zeros[..., 0])
+
+
+def assign(priorities: Priorities, env: Array, item: Array, values: Array) -> Priorities:
+    """Sets the priorities of items.
+
+    Args:
+      priorities: the present priorities.
+      env: ``[n]``, numbers of environments on this device.
+      item: ``[n]``, numbers of items in these environments.
+      values: ``[n]``, their new priorities; an item that occurs twice must have one value.
+    """
+    row, place = jnp.divmod(item, priorities.items.shape[-1])
+    items = priorities.items.at[env, row, place].set(values)
+    sums = priorities.sums.at[env, row].set(items[env, row].sum(-1))
+    return Priorities(items, sums)
+
+
+def _choose(weights: Array, place: Array) -> Array:
+    """The index of the weight that contains ``place`` in [0, 1) of their sum: ``[..., n]`` and
+    ``[...]`` -> ``[...]``.
+
+    A parallel sum is not exactly monotonic, so a weight of 0 is ruled out explicitly.
+    """
+    total = jnp.cumsum(weights, -1)
+    beyond = (total > place[..., None] * total[..., -1:]) & (weights > 0)
+    return jnp.where(beyond.any(-1), beyond.argmax(-1), weights.argmax(-1))
+
+
+def draw(priorities: Priorities, layout: Layout, key: Array, device_index: Array | int) -> Drawn:
+    """Draws this device's items of a batch.
+
+    Args:
+      priorities: of this device's environments, whole groups.
+      layout: their layout.
+      key: random key of the batch, the same on all devices.
+      device_index: number of this device; the environments of device 0 come first.
+    """
+    groups = priorities.items.shape[0] // layout.envs
+    draws = layout.draws
+
+    def from_group(key: Array, items: Array, sums: Array) -> Drawn:
+        uniform = jax.random.uniform(key, (2, draws))
+        # Each draw has its own part of the sum, which varies less than independent draws do.
+        places = (jnp.arange(draws) + uniform[0]) / draws
+        row = _choose(jnp.broadcast_to(sums, (draws, sums.size)), places)
+        chosen = items[row]
+        place = _choose(chosen, uniform[1])
+        weight = jnp.take_along_axis(chosen, place[:, None], 1)[:, 0]
+        env, row = jnp.divmod(row, layout.rows)
+        # The probability of a row times that of the place in it.
+        return Drawn(env, row * layout.width + place, weight / sums.sum() / layout.groups)
+
+    numbers = device_index * groups + jnp.arange(groups)
+    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(numbers)
+    items = priorities.items.reshape(groups, -1, layout.width)
+    drawn = jax.vmap(from_group)(keys, items, priorities.sums.reshape(groups, -1))
+    env = drawn.env + jnp.arange(groups)[:, None] * layout.envs
+    return Drawn(env.ravel(), drawn.item.ravel(), drawn.probability.ravel())

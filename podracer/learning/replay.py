@@ -1,0 +1,271 @@
+"""Replay: the last steps of every environment, kept on the learner's devices and drawn from.
+
+A ring per environment holds the steps (``learning/ring.py``); items are drawn from it evenly or by
+priority (``learning/priorities.py``).
+"""
+
+import dataclasses
+from math import gcd
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from flax import struct
+
+from podracer.errors import ConfigError
+from podracer.learning import priorities as priorities_lib
+from podracer.learning.priorities import Drawn, Layout, Priorities
+from podracer.learning.ring import Item, Ring, RingState, Window
+from podracer.types import (
+    Array,
+    ArrayTree,
+    Devices,
+    GradientSteps,
+    Source,
+    TrainState,
+    Trajectory,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplayConfig:
+    """Settings of the replay; agents that learn from each unroll once ignore them.
+
+    Attributes:
+      capacity: steps that are kept, over all environments and devices, rounded down to whole
+        unrolls.
+      begin: steps that are collected before learning begins, over all environments.
+      batch: items of a gradient step, over all devices.
+      gradient_steps: gradient steps after each unroll.
+      priority_exponent: items are drawn in proportion to their priority to this power
+        (https://arxiv.org/abs/1511.05952); 0 draws all items equally often.
+      importance_exponent: losses of items are weighted by their probability to the negative of this
+        power, relative to the largest weight of the batch; ignored if all items are drawn equally
+        often.
+    """
+
+    capacity: int = 100_000
+    begin: int = 1_000
+    batch: int = 256
+    gradient_steps: int = 1
+    priority_exponent: float = 0.0
+    importance_exponent: float = 0.4
+
+    def __post_init__(self):
+        for key in ("capacity", "begin", "batch", "gradient_steps"):
+            if getattr(self, key) <= 0:
+                raise ConfigError(f"replay.{key} must be positive, got {getattr(self, key)}")
+        for key in ("priority_exponent", "importance_exponent"):
+            if not 0 <= getattr(self, key) <= 1:
+                raise ConfigError(f"replay.{key} must be in [0, 1], got {getattr(self, key)}")
+        if self.begin > self.capacity:
+            raise ConfigError(
+                f"replay.begin={self.begin} is more than replay.capacity={self.capacity}, so that "
+                "learning would never begin"
+            )
+
+    def slots(self, num_envs: int, unroll_length: int, length: int) -> int:
+        """Slots of an environment.
+
+        Args:
+          num_envs: number of environments, over all devices.
+          unroll_length: steps of an unroll.
+          length: steps that an item needs.
+
+        Raises:
+          ConfigError: the capacity is too small for items of this length.
+        """
+        slots = self.capacity // num_envs // unroll_length * unroll_length
+        least = (-(-length // unroll_length) + 1) * unroll_length
+        if slots < least:
+            raise ConfigError(
+                f"replay.capacity={self.capacity:,} keeps {slots} steps of each of {num_envs:,} "
+                f"environments, but an item of {length} steps needs {least}; set it to at least "
+                f"{least * num_envs:,}"
+            )
+        return slots
+
+
+def gradient_steps(config: ReplayConfig, num_envs: int, transitions: int) -> GradientSteps:
+    """How an update is divided into gradient steps.
+
+    Args:
+      config: settings of the replay.
+      num_envs: number of environments, over all devices.
+      transitions: transitions of an item that are learned from.
+    """
+    steps = f"{config.gradient_steps} gradient step" + "s" * (config.gradient_steps > 1)
+    return GradientSteps(
+        config.gradient_steps,
+        config.batch * transitions,
+        gcd(num_envs, config.batch),
+        f"{steps} of {config.batch:,} items from {config.capacity:,} steps",
+    )
+
+
+class ReplayState(struct.PyTreeNode):
+    """A replay; the first axis of every array is that of the environments.
+
+    Attributes:
+      ring: the steps.
+      priorities: of the items.
+      largest: ``[B]`` float32, the largest priority so far, to its exponent.
+    """
+
+    ring: RingState
+    priorities: Priorities
+    largest: Array
+
+
+class Replay(NamedTuple):
+    """The functions of a replay on one device, and what they share.
+
+    Attributes:
+      config: settings.
+      devices: the devices that learn.
+      num_envs: number of environments, over all devices.
+      ring: where steps are.
+      layout: where priorities are.
+    """
+
+    config: ReplayConfig
+    devices: Devices
+    num_envs: int
+    ring: Ring
+    layout: Layout
+
+    @property
+    def prioritised(self) -> bool:
+        """Whether items have different priorities."""
+        return self.config.priority_exponent > 0
+
+    def init(self, trajectory: Trajectory) -> ReplayState:
+        """An empty replay for such trajectories, see ``Source.init``."""
+        batch = trajectory.action.shape[1]
+        if batch % self.layout.envs:
+            raise ConfigError(
+                f"replay.batch={self.config.batch} is drawn from {self.layout.groups} groups of "
+                f"the {self.num_envs} environments (their greatest common divisor), which do not "
+                f"divide evenly over devices with {batch} environments each"
+            )
+        priorities = priorities_lib.init(self.layout, batch)
+        return ReplayState(self.ring.init(trajectory), priorities, jnp.ones(batch))
+
+    def add(
+        self, state: ReplayState, train_state: TrainState, trajectory: Trajectory, key: Array
+    ) -> tuple[ReplayState, ArrayTree]:
+        """Writes a trajectory over the oldest one, see ``Source.add``."""
+        del key
+        stats = self.ring.item.update_stats(train_state, trajectory)
+        return self._rank(state.replace(ring=self.ring.write(state.ring, trajectory))), stats
+
+    def sample(
+        self, state: ReplayState, train_state: TrainState, key: Array, i: Array
+    ) -> tuple[ArrayTree, Drawn, dict[str, Array]]:
+        """Draws a batch, see ``Source.sample``."""
+        del i
+        drawn = priorities_lib.draw(state.priorities, self.layout, key, self.devices.index())
+        metrics = {"replay/age": self.ring.age(state.ring, drawn.item).mean()}
+        importance = jnp.ones(drawn.env.shape)
+        if self.prioritised:
+            importance = self._importance(drawn.probability)
+            metrics["replay/importance"] = importance.mean()
+        window = self.ring.read(state.ring, drawn.env, drawn.item, importance)
+        return self.ring.item.read(train_state, window), drawn, metrics
+
+    def update(
+        self, state: ReplayState, drawn: Drawn, priorities: Array | tuple[()]
+    ) -> ReplayState:
+        """Sets the priorities of the items of a batch, see ``Source.update``."""
+        if not self.prioritised or isinstance(priorities, tuple):
+            return state
+        values = priorities**self.config.priority_exponent
+        return state.replace(
+            priorities=priorities_lib.assign(state.priorities, drawn.env, drawn.item, values),
+            largest=state.largest.at[drawn.env].max(values),
+        )
+
+    def finish(self, state: ReplayState) -> tuple[ReplayState, dict[str, Array]]:
+        """Reports how full the replay is, see ``Source.finish``."""
+        unrolls = self.ring.unrolls
+        return state, {"replay/fill": jnp.minimum(state.ring.count[0], unrolls) / unrolls}
+
+    def ready(self, state: ReplayState) -> Array:
+        """Whether enough steps were added, see ``Source.ready``."""
+        ring = self.ring
+        begin = -(-self.config.begin // (self.num_envs * ring.unroll_length))
+        # Every environment has an item.
+        whole = -(-(ring.item.length + ring.frames - 1) // ring.unroll_length) + 1
+        return state.ring.count[0] >= max(begin, whole)
+
+    def _importance(self, probability: Array) -> Array:
+        """Weights of the items of a batch, of which the largest over all devices is 1."""
+        power = -self.config.importance_exponent
+        # An item that could not be drawn stands for a group that has none.
+        weight = jnp.where(probability > 0, probability**power, 0.0)
+        return weight / self.devices.max(weight.max())
+
+    def _rank(self, state: ReplayState) -> ReplayState:
+        """Gives the items that the last unroll made complete their first priorities, and takes
+        away those of the items that it overwrote."""
+        batch, (new, exist, gone) = state.largest.size, self.ring.changed_items(state.ring)
+        envs = jnp.repeat(jnp.arange(batch), new.size)
+        window = self.ring.read(state.ring, envs, jnp.tile(new, batch), jnp.ones(envs.shape))
+        values, largest = self._first_priorities(state, window)
+        if self.ring.item.stride == 1:
+            # A transition that is not learned from need not be drawn.
+            valid = ~window.timestep.first[:, 1] | (window.timestep.discount[:, 1] == 0)
+            values = jnp.where(valid, values, 0.0)
+        values = jnp.where(exist, values.reshape(batch, -1), 0.0)
+        values = jnp.pad(values, ((0, 0), (0, gone.size)))
+        items = jnp.concatenate([new, gone])
+        envs = jnp.repeat(jnp.arange(batch), items.size)
+        items = jnp.tile(items, batch)
+        ranked = priorities_lib.assign(state.priorities, envs, items, values.ravel())
+        return state.replace(priorities=ranked, largest=largest)
+
+    def _first_priorities(self, state: ReplayState, window: Window) -> tuple[Array, Array]:
+        """The priorities of new items, and the largest one of each environment so far."""
+        if not self.prioritised:
+            return jnp.ones(window.importance.shape), state.largest
+        if self.ring.item.initial_priority is None:
+            largest = self.devices.max(state.largest.max())
+            return jnp.broadcast_to(largest, window.importance.shape), state.largest
+        values = self.ring.item.initial_priority(window) ** self.config.priority_exponent
+        return values, jnp.maximum(state.largest, values.reshape(state.largest.size, -1).max(1))
+
+
+def make_source(
+    item: Item,
+    config: ReplayConfig,
+    devices: Devices,
+    *,
+    num_envs: int,
+    unroll_length: int,
+    frames: int,
+) -> Source:
+    """A source that keeps many unrolls and draws batches of items from them.
+
+    Args:
+      item: what an item is, and how it is read.
+      config: sizes, and how items are drawn.
+      devices: the devices that learn.
+      num_envs: number of environments, over all devices.
+      unroll_length: steps of an unroll (T).
+      frames: see ``Spec.frames``.
+
+    Raises:
+      ConfigError: the capacity is too small; or, from ``init``, the devices can't share the draws.
+    """
+    slots = config.slots(num_envs, unroll_length, item.length + frames - 1)
+    layout = priorities_lib.make_layout(num_envs, config.batch, slots // item.stride)
+    ring = Ring(item, slots, unroll_length, frames)
+    replay = Replay(config, devices, num_envs, ring, layout)
+    return Source(
+        config.gradient_steps,
+        replay.init,
+        replay.add,
+        replay.sample,
+        replay.update,
+        replay.finish,
+        replay.ready,
+    )

@@ -1,0 +1,214 @@
+"""A ring of the last steps of every environment, and items that are read from it.
+
+Every environment has a ring of *slots*, one for each step. An *item* is a sequence of ``length``
+transitions that begins at every ``stride``-th slot. It is complete as soon as the step after its
+last transition has arrived, until one of its slots is written again. Items cross the ends of
+episodes; agents treat these by the one rule of ``agents/returns.py``.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from podracer.types import Array, ArrayTree, TimeStep, TrainState, Trajectory
+
+
+class Step(struct.PyTreeNode):
+    """What is kept of a step, ``[B, slots, ...]``.
+
+    Attributes:
+      timestep: the arrival. Of a stack of frames, only the newest one is kept.
+      fresh: bool, whether a stack of frames consists of one repeated frame, as at the beginning of
+        a game; ``()`` for other observations.
+      action: the action taken.
+      extras: further values that the agent has chosen to keep.
+    """
+
+    timestep: TimeStep
+    fresh: Array | tuple[()]
+    action: Array
+    extras: ArrayTree
+
+
+class Kept(NamedTuple):
+    """What a replay keeps of a trajectory, besides time steps and actions.
+
+    Attributes:
+      extras: ``[T, B, ...]``.
+      carry: ``[B, ...]``, before the first step.
+    """
+
+    extras: ArrayTree = ()
+    carry: ArrayTree = ()
+
+
+class Window(NamedTuple):
+    """Items, as they were kept; n of them, of L transitions each.
+
+    Attributes:
+      timestep: ``[n, L+1, ...]`` without its observation, which is ``()``.
+      action: ``[n, L+1, ...]``.
+      extras: ``[n, L+1, ...]``.
+      carry: ``[n, ...]``, the carry before the unroll that an item begins with.
+      importance: ``[n]`` float32, the factors of the items' losses.
+      observe: ``(offsets [k] or [n, k]) -> observations [n, k, ...]`` at these steps of the items.
+    """
+
+    timestep: TimeStep
+    action: Array
+    extras: ArrayTree
+    carry: ArrayTree
+    importance: Array
+    observe: Callable[[Array], Array]
+
+
+class Item(NamedTuple):
+    """What an agent's items are.
+
+    Attributes:
+      length: transitions of an item (L).
+      stride: an item begins at every ``stride``-th step; 1, or the length of an unroll.
+      keep: what is kept of a trajectory, besides time steps and actions.
+      read: ``(train_state, window) -> batch``, what the loss reads.
+      update_stats: ``(train_state, trajectory) -> stats``, the statistics to act with next.
+      initial_priority: ``(window) -> [n]``, priorities of new items; None gives them the largest
+        priority so far.
+    """
+
+    length: int
+    stride: int
+    read: Callable[[TrainState, Window], ArrayTree]
+    update_stats: Callable[[TrainState, Trajectory], ArrayTree]
+    keep: Callable[[Trajectory], Kept] = lambda trajectory: Kept()
+    initial_priority: Callable[[Window], Array] | None = None
+
+
+class RingState(struct.PyTreeNode):
+    """The contents of a ring; the first axis of every array is that of the environments.
+
+    Attributes:
+      steps: the steps.
+      carry: the agent's carry before each unroll, ``[B, slots / unroll length, ...]``.
+      count: ``[B]`` int32, the number of unrolls that were written.
+    """
+
+    steps: Step
+    carry: ArrayTree
+    count: Array
+
+
+class Ring(NamedTuple):
+    """The sizes of a ring, and what is done with it.
+
+    Attributes:
+      item: what an item is.
+      slots: slots of an environment, a multiple of the length of an unroll.
+      unroll_length: steps of an unroll (T).
+      frames: frames of a stacked observation; 1 for other observations.
+    """
+
+    item: Item
+    slots: int
+    unroll_length: int
+    frames: int
+
+    @property
+    def unrolls(self) -> int:
+        """Unrolls of an environment that are kept."""
+        return self.slots // self.unroll_length
+
+    @property
+    def items(self) -> int:
+        """Items of an environment, complete or not."""
+        return self.slots // self.item.stride
+
+    def init(self, trajectory: Trajectory) -> RingState:
+        """An empty ring for such trajectories."""
+        batch = trajectory.action.shape[1]
+        kept = jax.eval_shape(self._kept, trajectory)
+
+        def allocate(length: int, tree: ArrayTree) -> ArrayTree:
+            return jax.tree.map(lambda x: jnp.zeros((batch, length, *x.shape[2:]), x.dtype), tree)
+
+        steps, carry = map(allocate, (self.slots, self.unrolls), kept)
+        return RingState(steps, carry, jnp.zeros(batch, jnp.int32))
+
+    def write(self, state: RingState, trajectory: Trajectory) -> RingState:
+        """Writes a trajectory over the oldest one."""
+        unroll = state.count[0] % self.unrolls
+
+        def put(past: Array, new: Array) -> Array:
+            at = unroll * new.shape[1]
+            return jax.lax.dynamic_update_slice_in_dim(past, new, at, axis=1)
+
+        steps, carry = jax.tree.map(put, (state.steps, state.carry), self._kept(trajectory))
+        return RingState(steps, carry, state.count + 1)
+
+    def _next_slot(self, state: RingState) -> Array:
+        return state.count[0] % self.unrolls * self.unroll_length
+
+    def age(self, state: RingState, item: Array) -> Array:
+        """How many updates ago items began, from 0 on."""
+        newest = self._next_slot(state) - 1
+        return (newest - item * self.item.stride) % self.slots / self.unroll_length
+
+    def changed_items(self, state: RingState) -> tuple[Array, Array, Array]:
+        """What the last unroll changed, after it was written.
+
+        Returns:
+          The numbers ``[k]`` of the items that it made complete, whether they exist ``[k]`` (there
+          are none from before the first step), and the numbers ``[m]`` of the incomplete ones.
+        """
+        stride = self.item.stride
+        per_unroll = self.unroll_length // stride
+        # The newest items lack later steps, and the oldest ones lack the frames before them.
+        late, early = -(-self.item.length // stride), -(-(self.frames - 1) // stride)
+        end = self._next_slot(state) // stride
+        new = end - per_unroll - late + jnp.arange(per_unroll)
+        gone = end - late + jnp.arange(late + early)
+        # As if slots were numbered from the first step on; after a full round, all items exist.
+        count = jnp.minimum(state.count[0], self.unrolls + 1)
+        exist = (count - 1) * per_unroll - late + jnp.arange(per_unroll) >= early
+        return new % self.items, exist, gone % self.items
+
+    def read(self, state: RingState, env: Array, item: Array, importance: Array) -> Window:
+        """Reads items, given the numbers ``[n]`` of their environments and their own."""
+        start, steps = item * self.item.stride, state.steps
+        slots = (start[:, None] + jnp.arange(self.item.length + 1)) % self.slots
+
+        def observe(offsets: Array) -> Array:
+            slots = (start[:, None] + jnp.atleast_2d(offsets)) % self.slots
+            if self.frames > 1:
+                return self._stack(steps, env[:, None, None], slots[..., None])
+            return jax.tree.map(lambda x: x[env[:, None], slots], steps.timestep.observation)
+
+        others = steps.replace(timestep=steps.timestep.replace(observation=()))
+        read = jax.tree.map(lambda x: x[env[:, None], slots], others)
+        carry = jax.tree.map(lambda x: x[env, start // self.unroll_length], state.carry)
+        return Window(read.timestep, read.action, read.extras, carry, importance, observe)
+
+    def _stack(self, steps: Step, env: Array, slots: Array) -> Array:
+        """Observations ``[n, k, ..., frames]`` at the slots ``[n, k, 1]``."""
+        lags = jnp.arange(self.frames)
+        fresh = steps.fresh[env, (slots - lags) % self.slots]
+        # Before a fresh stack, its own frame is repeated.
+        oldest = jnp.where(fresh.any(-1), fresh.argmax(-1), self.frames - 1)
+        past = (slots - jnp.minimum(lags[::-1], oldest[..., None])) % self.slots
+        return jnp.moveaxis(steps.timestep.observation[env, past], 2, -1)
+
+    def _kept(self, trajectory: Trajectory) -> tuple[Step, ArrayTree]:
+        """What is kept of a trajectory: steps ``[B, T, ...]`` and carry ``[B, 1, ...]``."""
+        timestep = jax.tree.map(lambda x: x[:-1], trajectory.timestep)
+        fresh = ()
+        if self.frames > 1:
+            stack = timestep.observation
+            same = (stack == stack[..., -1:]).all(tuple(range(2, stack.ndim)))
+            fresh = timestep.first & same
+            timestep = timestep.replace(observation=stack[..., -1])
+        kept = self.item.keep(trajectory)
+        steps = Step(timestep, fresh, trajectory.action, kept.extras)
+        steps = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), steps)
+        return steps, jax.tree.map(lambda x: x[:, None], kept.carry)

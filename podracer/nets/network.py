@@ -1,0 +1,136 @@
+"""What all networks are made of: their settings, and branches of torso and core.
+
+Modules are Flax NNX, split once into parameters and structure. Outside this folder a network is a
+record of pure functions of a plain dictionary of arrays.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from podracer.errors import ConfigError, unknown
+from podracer.nets import conv, mlp, recurrent, resnet
+from podracer.types import Array, Carry, Params, Spec
+
+TORSOS = ("mlp", "pixels", *conv.LAYERS, "resnet")
+CORES = ("none", *recurrent.CELLS)
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True)
+class NetworkConfig:
+    """Settings of the network.
+
+    Attributes:
+      torso: "mlp", or for images [H, W, C] "minatar", "shallow", "nature", "resnet" or the tiny
+        "pixels".
+      hidden: sizes of the layers of an "mlp" or "pixels"; () passes the flat observation through.
+      activation: activation of the hidden layers, except in "resnet", which always uses ReLU.
+      core: the recurrent layer after the torso: "none", "gru" or "lstm".
+      core_size: units of the core.
+      shared: whether policy and value share torso and core; otherwise each has its own.
+      initial_log_std: initial log standard deviation of a Gaussian policy, in units in which the
+        action space is [-1, 1]; must be 0 for discrete actions.
+      dtype: the type that layers compute in, "float32" or "bfloat16"; parameters, carry and outputs
+        are always float32.
+    """
+
+    torso: str = "mlp"
+    hidden: tuple[int, ...] = (64, 64)
+    activation: str = "tanh"
+    core: str = "none"
+    core_size: int = 128
+    shared: bool = False
+    initial_log_std: float = 0.0
+    dtype: str = "float32"
+
+    def __post_init__(self):
+        for kind, name, known in (
+            ("network torso", self.torso, TORSOS),
+            ("network core", self.core, CORES),
+            ("activation", self.activation, mlp.ACTIVATIONS),
+            ("network dtype", self.dtype, DTYPES),
+        ):
+            if name not in known:
+                raise unknown(kind, name, known)
+        if min((*self.hidden, self.core_size)) <= 0:
+            raise ConfigError(
+                "network sizes must be positive, got "
+                f"network.hidden={self.hidden} and network.core_size={self.core_size}"
+            )
+
+
+def _torso(spec: Spec, config: NetworkConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+    shape = spec.observation.shape
+    if config.torso == "mlp":
+        return mlp.MLP(shape, config.hidden, config.activation, dtype=dtype, rngs=rngs)
+    if config.torso == "pixels":
+        return conv.Pixels(shape, config.hidden, config.activation, dtype=dtype, rngs=rngs)
+    if config.torso == "resnet":
+        return resnet.ResNet(shape, dtype=dtype, rngs=rngs)
+    activation = mlp.activation(config.activation)
+    return conv.Conv(config.torso, shape, activation, dtype=dtype, rngs=rngs)
+
+
+class Branch(nnx.Module):
+    """Observations ``[T, B, ...]`` -> features ``[T, B, out_size]``: a torso, then the core."""
+
+    def __init__(self, spec: Spec, config: NetworkConfig, extra: int = 0, *, rngs: nnx.Rngs):
+        """``extra``: number of further features that are appended to those of the torso."""
+        self.dtype = DTYPES[config.dtype]
+        self.torso = _torso(spec, config, self.dtype, rngs)
+        size = self.torso.out_size + extra
+        self.core = recurrent.make_core(
+            config.core, size, config.core_size, dtype=self.dtype, rngs=rngs
+        )
+        self.out_size = config.core_size if self.core else size
+
+    def __call__(
+        self, carry: Carry, observation: Array, first: Array, extra: Array | None = None
+    ) -> tuple[Carry, Array]:
+        time, batch = first.shape
+        # The torso has no carry, so time is folded into the batch, which makes convolutions faster.
+        x = observation.reshape(time * batch, *observation.shape[2:])
+        x = x.astype(self.dtype) / 255 if x.dtype == jnp.uint8 else x.astype(self.dtype)
+        x = self.torso(x).reshape(time, batch, -1)
+        if extra is not None:
+            x = jnp.concatenate([x, extra.astype(self.dtype)], -1)
+        return (carry, x) if self.core is None else self.core(carry, x, first)
+
+
+def initial_carry(config: NetworkConfig, batch: int) -> Carry:
+    """The carry of a branch at the start of an episode, ``[batch, ...]``; ``()`` without a core."""
+    if config.core == "none":
+        return ()
+    return recurrent.initial_carry(config.core, config.core_size, batch)
+
+
+def as_functions(
+    make: Callable[[nnx.Rngs], nnx.Module],
+) -> tuple[Callable[[Array], Params], Callable[..., Any]]:
+    """A module as pure functions: ``(key) -> params``, and ``(params, *inputs) -> outputs``.
+
+    Args:
+      make: builds the module.
+    """
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+
+    def init(key: Array) -> Params:
+        return nnx.to_pure_dict(nnx.state(make(nnx.Rngs(key))))
+
+    def apply(params: Params, *inputs: Any) -> Any:
+        module: Any = nnx.merge(graphdef, _with_values(state, params))
+        return module(*inputs)
+
+    return init, apply
+
+
+def _with_values(state: nnx.State, params: Params) -> nnx.State:
+    """An NNX state of the same structure, holding the arrays of a plain dictionary."""
+    state = jax.tree.map(lambda x: x, state)
+    nnx.replace_by_pure_dict(state, params)
+    return state

@@ -1,6 +1,6 @@
 """What PPO and V-trace share: acting with a policy network, normalisation, and batch items."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from podracer.types import (
     Reduce,
     Spec,
     TimeStep,
+    TrainState,
     Trajectory,
     Weights,
 )
@@ -74,31 +75,33 @@ def make_functions(spec: Spec, network: Network, settings: Settings):
     return init, carry, act
 
 
-def preprocess(
-    weights: Weights, trajectory: Trajectory, settings: Settings, all_mean: Reduce
-) -> tuple[Trajectory, dict[str, Any]]:
-    """Normalises a trajectory, and updates the statistics.
+def make_preprocess(
+    settings: Settings, all_mean: Reduce
+) -> Callable[[TrainState, Trajectory], tuple[Trajectory, dict[str, Any]]]:
+    """``(train_state, trajectory) -> (normalised trajectory, statistics to act with next)``.
 
     Observations are normalised by the statistics of the weights: without lag, these are the
     statistics that the actor used, so that importance ratios are 1 at the first gradient step.
     Rewards are normalised by statistics that include this batch.
 
     Args:
-      weights: the weights whose statistics normalise the observations.
-      trajectory: the trajectory as it was collected.
       settings: the settings of every agent.
       all_mean: the mean of a tree over devices.
-
-    Returns:
-      The normalised trajectory, and the statistics to act with next.
     """
-    stats = normalization.update_stats(weights.stats, trajectory, settings, all_mean)
-    timestep = trajectory.timestep
-    timestep = timestep.replace(
-        observation=normalization.normalize_observation(weights.stats, timestep.observation),
-        reward=normalization.normalize_reward(stats, timestep.reward),
-    )
-    return trajectory.replace(timestep=timestep), stats
+    update_stats = normalization.make_update_stats(settings, all_mean)
+
+    def preprocess(
+        train_state: TrainState, trajectory: Trajectory
+    ) -> tuple[Trajectory, dict[str, Any]]:
+        stats, timestep = update_stats(train_state, trajectory), trajectory.timestep
+        before = train_state.weights.stats
+        timestep = timestep.replace(
+            observation=normalization.normalize_observation(before, timestep.observation),
+            reward=normalization.normalize_reward(stats, timestep.reward),
+        )
+        return trajectory.replace(timestep=timestep), stats
+
+    return preprocess
 
 
 def time_major(tree: ArrayTree) -> ArrayTree:

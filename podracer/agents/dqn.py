@@ -23,14 +23,12 @@ from podracer.nets.q_network import make_q_network
 from podracer.types import (
     Agent,
     Array,
-    ArrayTree,
     Devices,
     GradientSteps,
     LossAux,
     Params,
     Spec,
     TrainState,
-    Trajectory,
 )
 
 
@@ -108,10 +106,6 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
         nothing = jnp.zeros(observation.shape[:2], bool)
         return network.apply(params, (), observation, nothing, None)[1]
 
-    def update_stats(train_state: TrainState, trajectory: Trajectory) -> ArrayTree:
-        stats = train_state.weights.stats
-        return normalization.update_stats(stats, trajectory, settings, devices.mean)
-
     def read(train_state: TrainState, window: Window) -> Batch:
         stats = train_state.weights.stats
         timestep = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), window.timestep)
@@ -140,7 +134,7 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
         metrics = {"total": total, "q": q.mean(), "td_error": jnp.abs(error).mean()}
         return total, LossAux(metrics, priorities=jnp.abs(error) + q_learning.LEAST_PRIORITY)
 
-    item = Item(config.n_step, 1, read, update_stats)
+    item = Item(config.n_step, 1, read, normalization.make_update_stats(settings, devices.mean))
     source = replay.make_source(
         item,
         settings.replay,

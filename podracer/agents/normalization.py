@@ -1,5 +1,6 @@
 """Running normalisation of observations and rewards, the same on every device."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ from flax import struct
 
 from podracer.agents import returns
 from podracer.agents.settings import Settings
-from podracer.types import Array, Reduce, Spec, TimeStep, Trajectory
+from podracer.types import Array, Reduce, Spec, TimeStep, TrainState, Trajectory
 
 # BatchPPO (https://arxiv.org/abs/1709.02878) clips normalised observations at 5, rewards at 10.
 OBSERVATION_CLIP = 5.0
@@ -107,16 +108,27 @@ def normalize_reward(stats: dict[str, Any], reward: Array) -> Array:
     return rescale(moments, reward, REWARD_CLIP) if moments else reward
 
 
-def update_stats(
-    stats: dict[str, Any], trajectory: Trajectory, settings: Settings, all_mean: Reduce
-) -> dict[str, Any]:
-    """The statistics after one more trajectory, whose carry has the field ``total``."""
-    stats, timestep = dict(stats), trajectory.timestep
-    if stats["observation"]:
-        stats["observation"] = update(stats["observation"], timestep.observation[:-1], all_mean)
-    if stats["reward"]:
-        # The arrival at t = 0 is the last one of the previous unroll, which did not count it.
-        past = jax.tree.map(lambda x: x[:-1], timestep)
-        _, totals = returns.discounted(trajectory.carry.total, past, settings.discount)
-        stats["reward"] = update(stats["reward"], totals, all_mean)
-    return stats
+def make_update_stats(
+    settings: Settings, all_mean: Reduce
+) -> Callable[[TrainState, Trajectory], dict[str, Any]]:
+    """``(train_state, trajectory) ->`` the statistics after one more trajectory.
+
+    The carry of the trajectory has the field ``total``.
+
+    Args:
+      settings: the settings of every agent.
+      all_mean: the mean of a tree over devices.
+    """
+
+    def update_stats(train_state: TrainState, trajectory: Trajectory) -> dict[str, Any]:
+        stats, timestep = dict(train_state.weights.stats), trajectory.timestep
+        if stats["observation"]:
+            stats["observation"] = update(stats["observation"], timestep.observation[:-1], all_mean)
+        if stats["reward"]:
+            # The arrival at t = 0 is the last one of the previous unroll, which did not count it.
+            past = jax.tree.map(lambda x: x[:-1], timestep)
+            _, totals = returns.discounted(trajectory.carry.total, past, settings.discount)
+            stats["reward"] = update(stats["reward"], totals, all_mean)
+        return stats
+
+    return update_stats

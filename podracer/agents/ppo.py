@@ -134,10 +134,11 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
     """
     network = nets.make_network(spec, settings.network)
     init, initial_carry, act = actor_critic.make_functions(spec, network, settings)
+    preprocess = actor_critic.make_preprocess(settings, devices.mean)
 
     def prepare(train_state: TrainState, trajectory: Trajectory) -> tuple[ArrayTree, ArrayTree]:
         weights, carry = train_state.weights, trajectory.carry.network
-        trajectory, stats = actor_critic.preprocess(weights, trajectory, settings, devices.mean)
+        trajectory, stats = preprocess(train_state, trajectory)
         timestep = trajectory.timestep
         # Values are computed here in one large batch, so that acting does not need them.
         _, _, values = network.apply(weights.params, carry, timestep.observation, timestep.first)

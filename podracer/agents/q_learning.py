@@ -13,7 +13,7 @@ from podracer.agents import normalization
 from podracer.agents.settings import Settings
 from podracer.errors import ConfigError
 from podracer.nets.q_network import QNetwork
-from podracer.types import Array, Carry, Params, Spec, TimeStep, Weights
+from podracer.types import Array, ArrayTree, Carry, Params, Spec, TimeStep, Weights
 
 # Added to errors, so that every item can be drawn again.
 LEAST_PRIORITY = 1e-6
@@ -70,9 +70,9 @@ class QCarry(struct.PyTreeNode):
     total: Any
 
 
-# ``(last action [..., B], time step [..., B]) -> [..., B, E]``, what a network observes besides
-# observations; None for nothing.
-Inputs = Callable[[Array, TimeStep], Array] | None
+# ``(stats, last action [..., B], time step [..., B]) -> [..., B, E]``, what a network observes
+# besides observations; None for nothing.
+Inputs = Callable[[ArrayTree, Array, TimeStep], Array] | None
 
 
 def make_functions(
@@ -104,7 +104,7 @@ def make_functions(
         weights: Weights, carry: QCarry, timestep: TimeStep, keys: Array, *, greedy: bool = False
     ) -> tuple[QCarry, Array, dict[str, Array]]:
         # Networks take [T, B, ...]: here T = 1.
-        extra = None if inputs is None else inputs(carry.action, timestep)[None]
+        extra = None if inputs is None else inputs(weights.stats, carry.action, timestep)[None]
         observation = normalization.normalize_observation(weights.stats, timestep.observation)
         memory, q = network.apply(
             weights.params, carry.memory, observation[None], timestep.first[None], extra

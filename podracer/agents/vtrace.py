@@ -72,11 +72,10 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
     """
     network = nets.make_network(spec, settings.network)
     init, initial_carry, act = actor_critic.make_functions(spec, network, settings)
+    preprocess = actor_critic.make_preprocess(settings, devices.mean)
 
     def prepare(train_state: TrainState, trajectory: Trajectory) -> tuple[ArrayTree, ArrayTree]:
-        trajectory, stats = actor_critic.preprocess(
-            train_state.weights, trajectory, settings, devices.mean
-        )
+        trajectory, stats = preprocess(train_state, trajectory)
         steps = (trajectory.timestep, trajectory.action, trajectory.extras["log_prob"])
         return (trajectory.carry.network, actor_critic.time_major(steps)), stats
 

@@ -66,10 +66,19 @@ REPLAY = {
     "replay__priority_exponent": 0.6,
 }
 DQN = {**REPLAY, "dqn__target_period": 20, "dqn__n_step": 2, "dqn__dueling": True}
+R2D2 = {
+    **REPLAY,
+    "r2d2__target_period": 20,
+    "r2d2__n_step": 2,
+    "r2d2__burn_in": 4,
+    "r2d2__trace": 8,
+    "r2d2__rescale": False,
+}
 ROWS = {
     "ppo": ACTOR_CRITIC,
     "vtrace": ACTOR_CRITIC,
     "dqn": Row((False,), ("none",), DQN, best_values),
+    "r2d2": Row((False,), ("none", "gru"), R2D2, best_values),
 }
 # Each takes seconds to compile: .ci/run runs all of them, the default run only those that differ.
 SLOW = pytest.mark.slow

@@ -1,0 +1,237 @@
+"""Recurrent replay distributed DQN, https://openreview.net/forum?id=r1lyTjAqYX.
+
+Items are sequences that begin with the memory that the actor had there. Its first part, the
+*burn-in*, only refreshes that memory with the current parameters; the rest, the *trace*, is learned
+from with n-step double Q-learning of rescaled values. Sequences begin at every unroll, so that with
+a trace longer than an unroll neighbours overlap.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from podracer.agents import normalization, q_learning, returns
+from podracer.agents.q_learning import QLearningConfig
+from podracer.agents.settings import Settings
+from podracer.errors import ConfigError
+from podracer.learning import replay
+from podracer.learning.ring import Item, Kept, Window
+from podracer.nets.q_network import QNetwork, make_q_network
+from podracer.types import (
+    Agent,
+    Array,
+    ArrayTree,
+    Carry,
+    Devices,
+    Discrete,
+    GradientSteps,
+    LossAux,
+    Params,
+    Spec,
+    TimeStep,
+    TrainState,
+    Trajectory,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(QLearningConfig):
+    """Settings of R2D2, in addition to those of every agent.
+
+    Attributes:
+      n_step, dueling, epsilon, epsilon_alpha, evaluation_epsilon, target_period: see
+        ``agents.q_learning.QLearningConfig``.
+      burn_in: steps at the beginning of a sequence that only refresh the memory.
+      trace: the following steps of a sequence, which are learned from.
+      rescale: whether values are learned on the scale of h(x) = sign(x) (sqrt(|x| + 1) - 1) + x /
+        1000, on which large returns are less far apart (https://arxiv.org/abs/1805.11593).
+      max_priority: eta; a sequence's priority is eta times its largest error plus (1 - eta) times
+        its mean error.
+    """
+
+    n_step: int = 5
+    dueling: bool = True
+    epsilon: float = 0.4
+    epsilon_alpha: float = 7.0
+    evaluation_epsilon: float = 1e-3
+    target_period: int = 2500
+    burn_in: int = 40
+    trace: int = 80
+    rescale: bool = True
+    max_priority: float = 0.9
+
+    off_policy: ClassVar[bool] = True
+    fixed: ClassVar[tuple[str, ...]] = ("dueling", "burn_in", "trace")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.burn_in < 0 or self.trace <= 0:
+            raise ConfigError(
+                "r2d2.burn_in must not be negative and r2d2.trace must be positive, got "
+                f"{self.burn_in} and {self.trace}"
+            )
+        if not 0 <= self.max_priority <= 1:
+            raise ConfigError(f"r2d2.max_priority must be in [0, 1], got {self.max_priority}")
+
+    def gradient_steps(self, settings: Settings) -> GradientSteps:
+        """See ``agents``."""
+        return replay.gradient_steps(settings.replay, settings.num_envs, self.trace)
+
+
+class Batch(struct.PyTreeNode):
+    """Sequences of L = burn-in + trace steps, as the loss reads them.
+
+    Attributes:
+      observation: ``[L+1, items, ...]``.
+      timestep: ``[L+1, items]`` without its observation, which is ``()``.
+      action: ``[L+1, items]``.
+      inputs: ``[L+1, items, E]``, what the network observes besides observations.
+      memory: ``[items, ...]``, the actor's memory before the first step.
+      importance: ``[items]``, the factors of the losses.
+    """
+
+    observation: Array
+    timestep: TimeStep
+    action: Array
+    inputs: Array
+    memory: Carry
+    importance: Array
+
+
+def rescale(x: Array) -> Array:
+    """h(x) of https://arxiv.org/abs/1805.11593, proposition A.2, with epsilon = 1/1000."""
+    return jnp.sign(x) * (jnp.sqrt(jnp.abs(x) + 1) - 1) + 1e-3 * x
+
+
+def unscale(x: Array) -> Array:
+    """The inverse of ``rescale``."""
+    root = jnp.sqrt(1 + 4e-3 * (jnp.abs(x) + 1 + 1e-3))
+    return jnp.sign(x) * (((root - 1) / 2e-3) ** 2 - 1)
+
+
+def targets(
+    config: Config, settings: Settings, timestep: TimeStep, bootstrap: Array
+) -> tuple[Array, Array]:
+    """n-step targets, on the scale of the network.
+
+    Args:
+      config: settings of R2D2.
+      settings: settings of every agent.
+      timestep: ``[T+1, B]``.
+      bootstrap: ``[T+1, B]``, the value of each observation, on the scale of the network.
+
+    Returns:
+      The targets ``[T, B]`` and whether they are valid, ``[T, B]`` float32.
+    """
+    steps = returns.n_step(timestep, config.n_step, settings.discount)
+    time = jnp.arange(steps.steps.shape[0])[:, None] + steps.steps
+    value = jnp.take_along_axis(unscale(bootstrap) if config.rescale else bootstrap, time, 0)
+    target = steps.reward + steps.discount * value
+    return (rescale(target) if config.rescale else target), steps.valid
+
+
+def sequence_priority(config: Config, error: Array, valid: Array) -> Array:
+    """The priorities of sequences, from errors ``[T, B]`` that are 0 where they are invalid."""
+    size = jnp.abs(error)
+    mean = size.sum(0) / jnp.maximum(valid.sum(0), 1)
+    mixed = config.max_priority * size.max(0) + (1 - config.max_priority) * mean
+    return mixed + q_learning.LEAST_PRIORITY
+
+
+def burn_in_and_trace(network: QNetwork, params: Params, batch: Batch, burn_in: int) -> Array:
+    """Values ``[trace + 1, items, actions]``; no gradient flows into the burn-in."""
+    sequence = (batch.observation, batch.timestep.first, batch.inputs)
+    before = jax.tree.map(lambda x: x[:burn_in], sequence)
+    after = jax.tree.map(lambda x: x[burn_in:], sequence)
+    memory = batch.memory
+    if burn_in:
+        memory, _ = jax.lax.stop_gradient(network.apply(params, memory, *before))
+    return network.apply(params, memory, *after)[1]
+
+
+def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Agent:
+    """R2D2 for discrete actions, with or without a recurrent core.
+
+    Args:
+      spec: observation and action spaces.
+      settings: settings of every agent.
+      config: settings of R2D2.
+      devices: the devices that learn.
+
+    Raises:
+      ConfigError: actions are continuous, or the replay is too small for a sequence.
+    """
+    actions = spec.action.num_actions if isinstance(spec.action, Discrete) else 0
+    network = make_q_network(spec, settings.network, dueling=config.dueling, extra=actions + 1)
+
+    def inputs(stats: ArrayTree, action: Array, timestep: TimeStep) -> Array:
+        """The last action, one-hot, and the last reward; zeros where an episode begins."""
+        reward = normalization.normalize_reward(stats, timestep.reward)
+        last = jnp.concatenate([jax.nn.one_hot(action, actions), reward[..., None]], -1)
+        return jnp.where(timestep.first[..., None], 0.0, last)
+
+    def keep(trajectory: Trajectory) -> Kept:
+        carry = trajectory.carry
+        return Kept(trajectory.extras, {"memory": carry.memory, "action": carry.action})
+
+    def read(train_state: TrainState, window: Window) -> Batch:
+        stats = train_state.weights.stats
+        observation = normalization.normalize_observation(
+            stats, window.observe(jnp.arange(config.burn_in + config.trace + 1))
+        )
+        timestep, action, observation = jax.tree.map(
+            lambda x: jnp.swapaxes(x, 0, 1), (window.timestep, window.action, observation)
+        )
+        last = jnp.concatenate([window.carry["action"][None], action[:-1]])
+        extra = inputs(stats, last, timestep)
+        timestep = timestep.replace(reward=normalization.normalize_reward(stats, timestep.reward))
+        memory = window.carry["memory"]
+        return Batch(observation, timestep, action, extra, memory, window.importance)
+
+    def initial_priority(window: Window) -> Array:
+        """From the values that the actor had."""
+        timestep, extras = jax.tree.map(
+            lambda x: jnp.swapaxes(x, 0, 1)[config.burn_in :], (window.timestep, window.extras)
+        )
+        target, valid = targets(config, settings, timestep, extras["best"])
+        return sequence_priority(config, valid * (target - extras["chosen"][:-1]), valid)
+
+    def loss(
+        params: Params, train_state: TrainState, batch: Batch, key: Array
+    ) -> tuple[Array, LossAux]:
+        del key
+        timestep, action = jax.tree.map(
+            lambda x: x[config.burn_in :], (batch.timestep, batch.action)
+        )
+        q = burn_in_and_trace(network, params, batch, config.burn_in)
+        q_target = burn_in_and_trace(network, train_state.target, batch, config.burn_in)
+        bootstrap = q_learning.select(q_target, q.argmax(-1))
+        target, valid = targets(config, settings, timestep, bootstrap)
+        chosen = q_learning.select(q, action)[:-1]
+        error = valid * (jax.lax.stop_gradient(target) - chosen)
+        total = (batch.importance * 0.5 * error**2).mean()
+        metrics = {"total": total, "q": chosen.mean(), "td_error": jnp.abs(error).mean()}
+        return total, LossAux(metrics, priorities=sequence_priority(config, error, valid))
+
+    init, carry, act = q_learning.make_functions(spec, settings, config, network, inputs)
+    item = Item(
+        config.burn_in + config.trace,
+        settings.unroll_length,
+        read,
+        normalization.make_update_stats(settings, devices.mean),
+        keep,
+        initial_priority,
+    )
+    source = replay.make_source(
+        item,
+        settings.replay,
+        devices,
+        num_envs=settings.num_envs,
+        unroll_length=settings.unroll_length,
+        frames=spec.frames,
+    )
+    target = q_learning.periodic_target(config.target_period)
+    return Agent(init, carry, act, source, loss, target)

@@ -1,0 +1,173 @@
+"""R2D2 against the paper's formulas in plain numpy, and what the burn-in does."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from podracer import envs
+from podracer.agents import r2d2
+from podracer.agents.q_learning import QCarry
+from podracer.nets.q_network import make_q_network
+from podracer.types import Devices, TrainState, Trajectory, Weights
+from tests import references
+from tests.helpers import make_config
+
+N, BURN_IN, TRACE, ITEMS, ACTIONS, DISCOUNT = 3, 4, 9, 5, 2, 0.9
+LENGTH = BURN_IN + TRACE
+
+
+def h(x):
+    return np.sign(x) * (np.sqrt(np.abs(x) + 1) - 1) + 1e-3 * x
+
+
+def test_rescaling_has_its_inverse():
+    x = np.linspace(-300, 300, 101)
+    np.testing.assert_allclose(r2d2.rescale(x), h(x), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(r2d2.unscale(h(x)), x, rtol=1e-3, atol=1e-3)
+
+
+def episodes_between(stream: references.Stream, start: int, end: int) -> references.Stream:
+    """The part of a stream from one time step to another, with its episodes."""
+    timestep = jax.tree.map(lambda x: x[start : end + 1], stream.timestep)
+    episodes = []
+    for b, *columns in stream.episodes:
+        kept = [i for i, t in enumerate(columns[0]) if start <= t < end]
+        index, rewards, discounts, leads = ([column[i] for i in kept] for column in columns)
+        index, leads = ([x if x is None else x - start for x in xs] for xs in (index, leads))
+        episodes.append((b, index, rewards, discounts, leads))
+    return references.Stream(timestep, episodes)
+
+
+class Case:
+    """An agent with a recurrent network, and a batch of one random sequence an environment."""
+
+    def __init__(self, *, rescale: bool = True):
+        config = make_config(
+            agent="r2d2",
+            discount=DISCOUNT,
+            num_envs=ITEMS,
+            unroll_length=LENGTH,
+            network__core="lstm",
+            replay__capacity=4 * LENGTH * ITEMS,
+            replay__begin=1,
+            replay__batch=ITEMS,
+            replay__priority_exponent=1.0,
+            r2d2__n_step=N,
+            r2d2__burn_in=BURN_IN,
+            r2d2__trace=TRACE,
+            r2d2__rescale=rescale,
+        )
+        rng = np.random.default_rng(0)
+        env = envs.make_environment("dummy:sign", {}, {})
+        self.agent = r2d2.make(env.spec, config.settings, config.r2d2, Devices())
+        self.network = make_q_network(env.spec, config.network, dueling=True, extra=ACTIONS + 1)
+        self.params, target = (self.network.init(jax.random.key(i)) for i in range(2))
+        # Values of the target that differ much, so that mistakes show.
+        target = jax.tree.map(lambda x: 3 * x, target)
+        stats = {"observation": (), "reward": ()}
+        self.state = TrainState(Weights(self.params, stats), target, (), jnp.int32(0))
+        self._replay(rng)
+
+    def _replay(self, rng):
+        """Adds two unrolls, after which the first one is an item of each environment."""
+        stream = references.random_stream(rng, 2 * LENGTH, ITEMS, next_step=True, truncate=0.5)
+        observation = rng.normal(size=(2 * LENGTH + 1, ITEMS, 1)).astype(np.float32)
+        timestep = stream.timestep.replace(observation=observation)
+        self.action = rng.integers(0, ACTIONS, (2 * LENGTH, ITEMS))
+        self.chosen, self.best = rng.normal(size=(2, 2 * LENGTH, ITEMS)).astype(np.float32)
+        self.memory = jax.tree.map(
+            lambda x: rng.normal(size=x.shape).astype(np.float32),
+            self.network.initial_carry(ITEMS),
+        )
+        self.last = rng.integers(0, ACTIONS, ITEMS)
+        carry = QCarry(self.memory, self.last, np.zeros(ITEMS, np.float32), ())
+        source = None
+        for start in (0, LENGTH):
+            part = slice(start, start + LENGTH)
+            trajectory = Trajectory(
+                jax.tree.map(lambda x, s=start: x[s : s + LENGTH + 1], timestep),
+                self.action[part],
+                {"chosen": self.chosen[part], "best": self.best[part]},
+                carry,
+            )
+            trajectory = jax.tree.map(jnp.asarray, trajectory)
+            source = self.agent.source.init(trajectory) if source is None else source
+            source, _ = self.agent.source.add(source, self.state, trajectory, None)
+            carry = carry.replace(memory=jax.tree.map(np.zeros_like, self.memory))
+        self.source = source
+        batch, _, _ = self.agent.source.sample(source, self.state, jax.random.key(0), 0)
+        self.batch = batch.replace(importance=jnp.asarray(rng.uniform(0.2, 1, ITEMS)))
+        self.timestep = jax.tree.map(lambda x: x[: LENGTH + 1], timestep)
+        self.trace = episodes_between(stream, BURN_IN, LENGTH)
+
+
+def unrolled(case: Case, params) -> np.ndarray:
+    """Values ``[trace + 1, items, actions]``, step by step, from inputs as they were collected."""
+    memory, values, timestep = case.memory, [], case.timestep
+    actions = np.concatenate([case.last[None], case.action])
+    for t in range(LENGTH + 1):
+        last = np.eye(ACTIONS, dtype=np.float32)[actions[t]]
+        extra = np.concatenate([last, timestep.reward[t][:, None]], -1)
+        extra[timestep.first[t]] = 0
+        now = (timestep.observation[t], timestep.first[t], extra)
+        memory, q = case.network.apply(params, memory, *(jnp.asarray(x)[None] for x in now))
+        values.append(q[0])
+    return np.stack(values)[BURN_IN:]
+
+
+def paper_priority(error, valid):
+    size = np.abs(error)
+    return 0.9 * size.max(0) + 0.1 * size.sum(0) / valid.sum(0)
+
+
+@pytest.mark.parametrize("rescaled", [True, False])
+def test_the_loss_and_the_priorities_are_those_of_the_paper(rescaled):
+    case = Case(rescale=rescaled)
+    scale = h if rescaled else lambda x: x
+    unscale = (lambda x: np.asarray(r2d2.unscale(x))) if rescaled else lambda x: x
+    q, q_target = unrolled(case, case.params), unrolled(case, case.state.target)
+    bootstrap = np.take_along_axis(q_target, q.argmax(-1)[..., None], -1)[..., 0]
+    target, valid = references.n_step(case.trace, unscale(bootstrap), N, DISCOUNT)
+    action = case.action[BURN_IN:LENGTH, :, None]
+    chosen = np.take_along_axis(q[:-1], action, -1)[..., 0]
+    error = valid * (scale(target) - chosen)
+    loss, aux = case.agent.loss(case.params, case.state, case.batch, None)
+    importance = np.asarray(case.batch.importance)
+    assert 0 < valid.mean() < 1
+    np.testing.assert_allclose(loss, np.mean(importance * 0.5 * error**2), rtol=1e-4)
+    np.testing.assert_allclose(aux.priorities, paper_priority(error, valid), rtol=1e-4)
+    # New items are ranked by the values that the actor had.
+    part = slice(BURN_IN, LENGTH + 1)
+    target, _ = references.n_step(case.trace, unscale(case.best[part]), N, DISCOUNT)
+    error = valid * (scale(target) - case.chosen[part][:-1])
+    found = case.source.priorities.items.reshape(ITEMS, -1)[:, 0]
+    np.testing.assert_allclose(found, paper_priority(error, valid), rtol=1e-4)
+
+
+def test_nothing_is_learned_from_the_burn_in():
+    case = Case()
+
+    def loss(batch):
+        return case.agent.loss(case.params, case.state, batch, None)[0]
+
+    def gradient(batch):
+        floats = (batch.observation, batch.memory)
+        return jax.grad(lambda x: loss(batch.replace(observation=x[0], memory=x[1])))(floats)
+
+    observation, memory = gradient(case.batch)
+    assert not np.asarray(observation[:BURN_IN]).any()
+    assert all(not np.asarray(x).any() for x in memory)
+    assert np.asarray(observation[BURN_IN:]).any()
+    # But the loss depends on it.
+    changed = case.batch.replace(observation=case.batch.observation.at[BURN_IN - 1].add(1.0))
+    assert float(loss(changed)) != float(loss(case.batch))
+
+
+def test_the_state_after_the_burn_in_is_that_of_the_whole_unroll():
+    case = Case()
+    values = [
+        r2d2.burn_in_and_trace(case.network, case.params, case.batch, burn_in)[-TRACE - 1 :]
+        for burn_in in (0, BURN_IN)
+    ]
+    np.testing.assert_allclose(*values, rtol=1e-5, atol=1e-6)

@@ -51,7 +51,7 @@ def train(
 
     Args:
       env: the environment, as "suite:name", or as "module:Class" for one of your own.
-      agent: the algorithm, "ppo" or "vtrace".
+      agent: the algorithm, such as "ppo", "vtrace" or "dqn".
       workdir: folder of the run, or gs://BUCKET/FOLDER; a run that it holds is resumed. None saves
         nothing.
       quiet: print nothing.

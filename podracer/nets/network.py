@@ -32,6 +32,8 @@ class NetworkConfig:
       activation: activation of the hidden layers, except in "resnet", which always uses ReLU.
       core: the recurrent layer after the torso: "none", "gru" or "lstm".
       core_size: units of the core.
+      core_timescale: steps over which the core should remember at first; 0 leaves Flax's initial
+        biases (see ``nets.recurrent.bias_init``).
       shared: whether policy and value share torso and core; otherwise each has its own.
       initial_log_std: initial log standard deviation of a Gaussian policy, in units in which the
         action space is [-1, 1]; must be 0 for discrete actions.
@@ -44,6 +46,7 @@ class NetworkConfig:
     activation: str = "tanh"
     core: str = "none"
     core_size: int = 128
+    core_timescale: int = 0
     shared: bool = False
     initial_log_std: float = 0.0
     dtype: str = "float32"
@@ -61,6 +64,10 @@ class NetworkConfig:
             raise ConfigError(
                 "network sizes must be positive, got "
                 f"network.hidden={self.hidden} and network.core_size={self.core_size}"
+            )
+        if self.core_timescale != 0 and self.core_timescale < 3:
+            raise ConfigError(
+                f"network.core_timescale must be 0 or at least 3 steps, got {self.core_timescale}"
             )
 
 
@@ -85,7 +92,12 @@ class Branch(nnx.Module):
         self.torso = _torso(spec, config, self.dtype, rngs)
         size = self.torso.out_size + extra
         self.core = recurrent.make_core(
-            config.core, size, config.core_size, dtype=self.dtype, rngs=rngs
+            config.core,
+            size,
+            config.core_size,
+            config.core_timescale,
+            dtype=self.dtype,
+            rngs=rngs,
         )
         self.out_size = config.core_size if self.core else size
 

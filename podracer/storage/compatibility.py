@@ -1,11 +1,13 @@
 """Whether a config may resume a run: which settings differ, and which of them must not."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from etils import epath
 
 from podracer.agents import AGENTS
+from podracer.config import Config
 from podracer.errors import ConfigError
 from podracer.storage.workdir import read_config
 
@@ -39,6 +41,8 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tup
 def check_same_run(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Checks that a config may resume a run, and returns a line for each value that changes.
 
+    A setting that is newer than the run had its default value.
+
     Args:
       old: the config of the run so far.
       new: the config to resume it with.
@@ -49,6 +53,7 @@ def check_same_run(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     lines = []
     own = (f"{name}.{key}" for name, agent in AGENTS.items() for key in agent.Config.fixed)
     fixed = tuple(f"{key}." for key in (*FIXED, *own))
+    old = {**flatten(dataclasses.asdict(Config())), **flatten(old)}
     for key, (before, after) in differences(old, new).items():
         if f"{key}.".startswith(fixed):
             raise ConfigError(

@@ -1,0 +1,29 @@
+"""MinAtar by DQN with an MLP; ``--config.env`` chooses the game.
+
+python -m podracer.anakin --config=configs/minatar_dqn.py
+"""
+
+import ml_collections
+
+from podracer.config import default_config
+
+
+def get_config() -> ml_collections.ConfigDict:
+    config = default_config()
+    config.env = "gymnax:Breakout-MinAtar"
+    config.agent = "dqn"
+    config.total_steps = 2_000_000
+    config.num_envs = 64
+    config.unroll_length = 4
+    config.learning_rate = 5e-4
+    config.max_grad_norm = 10.0
+    config.network.hidden = (128, 128)
+    config.network.activation = "relu"
+    config.replay.capacity = 200_000
+    config.replay.begin = 10_000
+    config.replay.batch = 128
+    config.replay.gradient_steps = 4
+    config.replay.priority_exponent = 0.6
+    config.dqn.epsilon_alpha = 2.0
+    config.dqn.dueling = True
+    return config

@@ -2,8 +2,8 @@
 
     python -m podracer.anakin --config=configs/cartpole_dqn.py
 
-Exploration matters most: with Ape-X's own ``epsilon_alpha`` of 7, most of the 32 environments follow
-the policy almost always, and what they show does not contradict values that are too high.
+Exploration matters most: with Ape-X's own ``epsilon_alpha`` of 7, most of the 32 environments
+follow the policy almost always, and nothing contradicts values that are too high.
 """
 
 import ml_collections

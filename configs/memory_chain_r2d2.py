@@ -1,4 +1,4 @@
-"""bsuite's MemoryChain of 100 steps, by R2D2 with a GRU: the last step asks for the first one's cue.
+"""bsuite's MemoryChain of 100 steps, by R2D2: the last step asks for what the first one showed.
 
     python -m podracer.anakin --config=configs/memory_chain_r2d2.py
 

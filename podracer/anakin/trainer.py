@@ -82,7 +82,9 @@ def prepare(config: Config, joined: Processes | None = None) -> AnakinProgram:
     devices = mesh_lib.initialize_devices(
         config.cpu_devices or default, required=config.cpu_devices > 0
     )
-    env = envs.make_environment(config.env, config.env_kwargs, config.env_params)
+    env = envs.make_environment(
+        config.env, config.env_kwargs, config.env_params, observed=config.observed
+    )
     sizes = config_lib.sizes(config, len(devices))
     program = make_program(config, env, sizes, mesh_lib.make_mesh(devices))
     # Tracing finds shapes that don't fit each other, without compiling.

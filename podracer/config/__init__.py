@@ -42,6 +42,8 @@ class Config(AgentSections):
       env_params: values for fields of a gymnax environment's parameters; other fields keep their
         defaults. Of a Gymnasium environment that observes images, "channels" is the place of their
         channels, "first" or "last"; without it they are last.
+      observed: of observations with one axis, the components that agents see, such as (0, 2) for
+        CartPole without its velocities; () is all.
       agent: the algorithm, the name of one of the ``agents``. Each has a section of that name for
         its own settings, the ``Config`` of its module; other agents ignore it.
       seed: seed of all random numbers, below 2^32.
@@ -80,6 +82,7 @@ class Config(AgentSections):
     env: str = "gymnax:CartPole-v1"
     env_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     env_params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    observed: tuple[int, ...] = ()
     agent: str = "ppo"
     seed: int = 0
     num_seeds: int = 1

@@ -1,10 +1,11 @@
 """Environments by id: ``suite:name``, or ``module:Class`` for a user's own."""
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from podracer.envs import dummy, envpool, gymnasium, gymnax
+from podracer.envs.partial import observe_components
 from podracer.errors import ConfigError, unknown
 from podracer.types import Environment, HostEnvironment
 
@@ -34,7 +35,11 @@ def architecture(env_id: str) -> str:
 
 
 def make_environment(
-    env_id: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]
+    env_id: str,
+    kwargs: Mapping[str, Any],
+    params: Mapping[str, Any],
+    *,
+    observed: Sequence[int] = (),
 ) -> Environment:
     """Makes an environment written in JAX.
 
@@ -42,24 +47,30 @@ def make_environment(
       env_id: "gymnax:CartPole-v1", "dummy:counting", or "my_module:MyEnv".
       kwargs: keyword arguments of its constructor.
       params: values of its parameters; those left out keep their defaults.
+      observed: the components of observations that agents see; () is all.
 
     Raises:
-      ConfigError: no such environment, argument or parameter.
+      ConfigError: no such environment, argument, parameter or component.
     """
     suite, name = _split(env_id, "'gymnax:CartPole-v1', 'dummy:counting' or 'my_module:MyEnv'")
     if suite in SUITES:
-        return SUITES[suite](name, kwargs, params)
+        return observe_components(SUITES[suite](name, kwargs, params), observed, env_id)
     if suite in HOST_SUITES:
         raise ConfigError(
             f"env={env_id!r} is a host environment; train on it with python -m podracer.sebulba"
         )
     if importlib.util.find_spec(suite.partition(".")[0]) is None:
         raise unknown("environment suite, and no module has that name:", suite, SUITES)
-    return gymnax.load(env_id, kwargs, params)
+    return observe_components(gymnax.load(env_id, kwargs, params), observed, env_id)
 
 
 def make_host_environment(
-    env_id: str, kwargs: Mapping[str, Any], params: Mapping[str, Any], *, newest_frame: bool = False
+    env_id: str,
+    kwargs: Mapping[str, Any],
+    params: Mapping[str, Any],
+    *,
+    observed: Sequence[int] = (),
+    newest_frame: bool = False,
 ) -> HostEnvironment:
     """Makes a host environment.
 
@@ -67,10 +78,11 @@ def make_host_environment(
       env_id: "envpool:Pong-v5", "gymnasium:LunarLander-v3" or "dummy:counting".
       kwargs: keyword arguments of its constructor, or options of its pool.
       params: values of its parameters; those left out keep their defaults.
+      observed: the components of observations that agents see; () is all.
       newest_frame: see ``envpool.make``.
 
     Raises:
-      ConfigError: no such environment, argument or parameter.
+      ConfigError: no such environment, argument, parameter or component.
     """
     suite, name = _split(env_id, "'envpool:Pong-v5' or 'gymnasium:LunarLander-v3'")
     if suite in SUITES and suite not in HOST_SUITES:
@@ -79,4 +91,5 @@ def make_host_environment(
         )
     if suite not in HOST_SUITES:
         raise unknown("suite of host environments", suite, HOST_SUITES)
-    return HOST_SUITES[suite](name, kwargs, params, newest_frame=newest_frame)
+    env = HOST_SUITES[suite](name, kwargs, params, newest_frame=newest_frame)
+    return observe_components(env, observed, env_id)

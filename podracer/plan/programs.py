@@ -125,8 +125,9 @@ def make_env(config: Config, arch: str) -> Environment | HostEnvironment:
     """The environment of a run; one is enough for any number of plans."""
     settings = (config.env, config.env_kwargs, config.env_params)
     if arch == "anakin":
-        return envs.make_environment(*settings)
-    return envs.make_host_environment(*settings, newest_frame=config.sebulba.newest_frame)
+        return envs.make_environment(*settings, observed=config.observed)
+    newest = config.sebulba.newest_frame
+    return envs.make_host_environment(*settings, observed=config.observed, newest_frame=newest)
 
 
 def device_splits(config: Config, tpu_slice: Slice) -> list[mesh_lib.Split]:

@@ -98,7 +98,11 @@ def prepare(config: Config, env: HostEnvironment | None = None) -> SebulbaSetup:
     if env is None:
         newest_frame = config.sebulba.newest_frame
         env = envs.make_host_environment(
-            config.env, config.env_kwargs, config.env_params, newest_frame=newest_frame
+            config.env,
+            config.env_kwargs,
+            config.env_params,
+            observed=config.observed,
+            newest_frame=newest_frame,
         )
     devices = mesh_lib.initialize_devices(config.cpu_devices or 1, required=config.cpu_devices > 0)
     if devices[0].platform == "cpu":

@@ -14,7 +14,7 @@ from podracer.storage.workdir import read_config
 # Settings that may not change when a run is resumed: it would be another run, or the state would
 # not fit. Agents add settings of their own sections.
 FIXED = (
-    "architecture", "env", "env_kwargs", "env_params", "agent", "seed", "num_seeds",
+    "architecture", "env", "env_kwargs", "env_params", "observed", "agent", "seed", "num_seeds",
     "num_envs", "unroll_length", "network", "optimizer", "normalize_observations",
     "normalize_rewards", "replay.capacity", "replay.batch",
 )  # fmt: skip

@@ -51,13 +51,19 @@ class Evaluator(NamedTuple):
 
 
 def _make_environment(config: Config) -> Environment:
-    return envs.make_environment(config.env, config.env_kwargs, config.env_params)
+    return envs.make_environment(
+        config.env, config.env_kwargs, config.env_params, observed=config.observed
+    )
 
 
 def _make_host_environment(config: Config) -> HostEnvironment:
     newest_frame = config.sebulba.newest_frame
     return envs.make_host_environment(
-        config.env, config.env_kwargs, config.env_params, newest_frame=newest_frame
+        config.env,
+        config.env_kwargs,
+        config.env_params,
+        observed=config.observed,
+        newest_frame=newest_frame,
     )
 
 

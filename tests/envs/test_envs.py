@@ -211,3 +211,25 @@ def test_dummy_environments_take_their_arguments(name):
 def test_a_misspelt_dummy_environment_is_named():
     with pytest.raises(ConfigError, match="did you mean memory"):
         dummy.make("memry", {}, {})
+
+
+def test_agents_see_only_the_components_that_are_observed():
+    whole, part = (
+        envs.make_environment("gymnax:CartPole-v1", {}, {}, observed=x) for x in ((), (2, 0))
+    )
+    assert part.spec.observation.shape == (2,)
+    keys = jax.random.split(jax.random.key(0), 2)
+    (state, start), (_, seen) = whole.reset(keys[0]), part.reset(keys[0])
+    np.testing.assert_array_equal(seen.observation, start.observation[np.array([2, 0])])
+    (_, after), (_, seen) = (env.step(keys[1], state, jnp.int32(1)) for env in (whole, part))
+    np.testing.assert_array_equal(seen.observation, after.observation[np.array([2, 0])])
+    np.testing.assert_array_equal(part.observe(jnp.arange(4.0)), [2, 0])
+    host = envs.make_host_environment("dummy:counting", {}, {}, observed=(1,))
+    transferred = np.array([[3.0, 7.0]])
+    np.testing.assert_array_equal(host.decode_observation(transferred, None), [[7]])
+    for name, observed, match in (
+        ("gymnax:CartPole-v1", (0, 4), r"observed=\(0, 4\) .* from 0 to 3"),
+        ("gymnax:Breakout-MinAtar", (0,), "needs observations with one axis"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            envs.make_environment(name, {}, {}, observed=observed)

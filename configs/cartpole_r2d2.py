@@ -1,6 +1,6 @@
 """CartPole without its velocities, by R2D2: they have to be remembered from one step to the next.
 
-    python -m podracer.anakin --config=configs/cartpole_r2d2.py
+python -m podracer.anakin --config=configs/cartpole_r2d2.py
 """
 
 import ml_collections
@@ -24,11 +24,12 @@ def get_config() -> ml_collections.ConfigDict:
     config.replay.capacity = 50_000
     config.replay.begin = 5_000
     config.replay.batch = 32
-    config.replay.gradient_steps = 8
+    config.replay.gradient_steps = 16
     config.replay.priority_exponent = 0.9
     config.replay.importance_exponent = 0.6
     config.r2d2.burn_in = 8
     config.r2d2.trace = 16
-    config.r2d2.target_period = 500
+    config.r2d2.n_step = 3
+    config.r2d2.target_period = 200
     config.r2d2.epsilon_alpha = 2.0
     return config

@@ -1,8 +1,9 @@
 """Checkpoints as files: what a folder ``checkpoints/UPDATE`` of a workdir holds.
 
-The folder has one item for the weights, one for the contents of a replay if these are saved, one for
-the rest of the state, one for the run's progress and one for the score of its evaluation. Orbax writes it under another name and renames it once it
-is complete; in a bucket, Orbax instead adds a file when it is complete.
+The folder has one item for the weights, one for the contents of a replay if these are saved, one
+for the rest of the state, one for the run's progress and one for the score of its evaluation. Orbax
+writes it under another name and renames it once it is complete; in a bucket, Orbax instead adds a
+file when it is complete.
 """
 
 import json
@@ -105,8 +106,8 @@ def describe(
 
 
 def _split(named: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The items of arrays, with names that omit the item's prefix. There is always one for the rest,
-    and one for other parts only where they have arrays."""
+    """The items of arrays, with names that omit the item's prefix. There always is one for the
+    rest, and others only where they have arrays."""
     items: dict[str, dict[str, Any]] = {REST: {}}
     for name, x in named.items():
         item = next((k for k, prefix in _PREFIXES.items() if name.startswith(prefix)), REST)

@@ -18,7 +18,6 @@ from podracer.training.loop import Result
 from podracer.training.session import Session
 from tests.helpers import make_config
 
-
 # An agent with a prioritised replay, which is full after four of the ten updates.
 REPLAY = {
     "agent": "dqn",

@@ -290,6 +290,8 @@ class Source(NamedTuple):
         metrics are the same on all devices.
       ready: ``(source) -> [] bool``, whether there is enough to learn from, the same on all
         devices. Until then, updates have no gradient steps. None if there always is.
+      kept: environment steps that the state holds at most, over all devices; 0 if it holds none
+        from one update to the next.
     """
 
     steps: int
@@ -301,6 +303,7 @@ class Source(NamedTuple):
     update: Callable[[ArrayTree, ArrayTree, Array | tuple[()]], ArrayTree]
     finish: Callable[[ArrayTree], tuple[ArrayTree, dict[str, Array]]]
     ready: Callable[[ArrayTree], Array] | None = None
+    kept: int = 0
 
 
 class Agent(NamedTuple):

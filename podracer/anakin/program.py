@@ -18,10 +18,12 @@ from podracer.acting.evaluation import make_evaluation
 from podracer.acting.statistics import Episodes
 from podracer.config import Config, Sizes
 from podracer.distributed import mesh as mesh_lib
-from podracer.training import builder
+from podracer.training import builder, memory
 from podracer.training.builder import Components
 from podracer.training.loop import CallMetrics
+from podracer.training.memory import StateMemory
 from podracer.types import Agent, Array, ArrayTree, Device, Environment, TrainState
+from podracer.xla_cpu import prng
 
 
 class AnakinState(struct.PyTreeNode):
@@ -62,6 +64,7 @@ class AnakinProgram(NamedTuple):
       agent: the agent.
       sizes: the numbers that follow from the configuration.
       mesh: the mesh over all devices.
+      state: shapes and shardings of the state.
     """
 
     init: jax.stages.Wrapped
@@ -71,11 +74,17 @@ class AnakinProgram(NamedTuple):
     agent: Agent
     sizes: Sizes
     mesh: jax.sharding.Mesh
+    state: AnakinState
 
     @property
     def devices(self) -> list[Device]:
         """The devices of the mesh."""
         return list(self.mesh.devices.flat)
+
+    @property
+    def memory(self) -> StateMemory:
+        """The memory of the state."""
+        return memory.measure(self.agent.source, self.state, self.mesh)
 
     @property
     def layout(self) -> dict[str, str]:
@@ -168,8 +177,10 @@ def make_program(
         # initialisation needs, on the threads that its CPU devices already occupy: a deadlock.
         init = partial(jax.lax.map, init)
         step, evaluate = jax.vmap(step), jax.vmap(evaluate)
+    jitted_init = jax.jit(mesh_lib.per_device(init, mesh, replicated, specs))
+    keys = prng.keys(config.seeds, mesh.devices.flat[0].platform)
     return AnakinProgram(
-        init=jax.jit(mesh_lib.per_device(init, mesh, replicated, specs)),
+        init=jitted_init,
         step=jax.jit(
             mesh_lib.per_device(step, mesh, (specs,), (specs, replicated)), donate_argnums=0
         ),
@@ -178,4 +189,5 @@ def make_program(
         agent=components.agent,
         sizes=sizes,
         mesh=mesh,
+        state=mesh_lib.sharded_shapes(jax.eval_shape(jitted_init, keys), mesh, specs),
     )

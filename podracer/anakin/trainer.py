@@ -88,7 +88,7 @@ def prepare(config: Config, joined: Processes | None = None) -> AnakinProgram:
     sizes = config_lib.sizes(config, len(devices))
     program = make_program(config, env, sizes, mesh_lib.make_mesh(devices))
     # Tracing finds shapes that don't fit each other, without compiling.
-    program.step.trace(jax.eval_shape(program.init, prng.keys(config.seeds)))
+    program.step.trace(program.state)
     return program
 
 

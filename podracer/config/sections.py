@@ -53,11 +53,14 @@ class CheckpointConfig:
       minutes: minutes between two checkpoints; 0 saves by the number of updates alone.
       keep: how many of the newest checkpoints are kept. The one with the best evaluation is kept
         as well.
+      replay: save the contents of a replay as well, in each checkpoint; if false, a resumed run
+        starts with an empty one.
     """
 
     every: int = 0
     minutes: float = 5.0
     keep: int = 2
+    replay: bool = True
 
     def __post_init__(self):
         if self.every < 0 or self.minutes < 0 or self.keep <= 0:

@@ -268,4 +268,5 @@ def make_source(
         replay.update,
         replay.finish,
         replay.ready,
+        slots * num_envs,
     )

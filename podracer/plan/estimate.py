@@ -1,6 +1,7 @@
 """Estimates the memory that a run needs on a slice, and an upper bound of its speed."""
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from podracer.plan.chips import Slice
 from podracer.plan.costs import COLLECTIVES, Kernel
 from podracer.plan.programs import CompileResult, Memory, OutOfMemory, TracedRun
 
+CAPACITY = "replay.capacity"
 NOT_INCLUDED = (
     "host time between calls, metrics and evaluation",
     "latency of collectives (only their bytes are counted)",
@@ -76,6 +78,7 @@ class TooLarge:
       program: name of the program that does not fit.
       needed: bytes that it needs on one device; 0 if the compiler does not report them.
       available: bytes of memory of one device.
+      replay: the part of ``needed`` that is the agent's replay.
       fits: for each config key, the largest value found that compiles and fits while the other
         settings stay as they are; None if there is none.
       message: error message of the compiler.
@@ -84,6 +87,7 @@ class TooLarge:
     program: str
     needed: float
     available: float
+    replay: int
     fits: dict[str, int | None]
     message: str
 
@@ -212,9 +216,11 @@ def _too_large(
     for program, result in zip(run.programs, results, strict=False):
         if isinstance(result, OutOfMemory):
             available = result.available or memory
-            return TooLarge(program.name, result.needed, available, {}, result.message)
+            return TooLarge(
+                program.name, result.needed, available, program.replay, {}, result.message
+            )
         if result.memory.total > memory:
-            return TooLarge(program.name, result.memory.total, memory, {}, "")
+            return TooLarge(program.name, result.memory.total, memory, program.replay, {}, "")
     return None
 
 
@@ -246,30 +252,47 @@ def _largest_that_fits(
 ) -> int | None:
     """The largest divisor of a size with which a run fits; None if none does.
 
-    Memory is assumed to grow in proportion to the size, so that divisors which can't fit are
-    skipped without compiling.
+    The replay is assumed to grow in proportion to its capacity, and all other memory in proportion
+    to the other sizes, so that divisors which can't fit are skipped without compiling.
 
     Args:
       config: config of a run that does not fit.
-      key: config key of the size.
+      key: dotted config key of the size.
       excess: the memory that the run needs and the memory that is available.
       check: compiles the run of a config; returns None if it fits.
     """
-    size = getattr(config, key)
-    limit = size * excess.available / excess.needed if excess.needed else size / 2
+    size = operator.attrgetter(key)(config)
+    limit = _limit(key, size, excess)
     for smaller in _divisors(size):
         if smaller > limit:
             continue
         try:
-            remaining = check(dataclasses.replace(config, **{key: smaller}))
+            remaining = check(_replace(config, key, smaller))
         except ConfigError:
             # This size doesn't divide over devices or minibatches.
             continue
         if remaining is None:
             return smaller
-        ratio = remaining.available / remaining.needed if remaining.needed else 0.5
-        limit = smaller * ratio
+        limit = _limit(key, smaller, remaining)
     return None
+
+
+def _limit(key: str, size: int, excess: TooLarge) -> float:
+    """The size with which a run would just fit, see ``_largest_that_fits``."""
+    if not excess.needed:
+        return size / 2
+    others = excess.needed - excess.replay
+    growing, fixed = (excess.replay, others) if key == CAPACITY else (others, excess.replay)
+    return size * (excess.available - fixed) / growing
+
+
+def _replace(config: Config, key: str, value: int) -> Config:
+    """The config with one setting changed, which may be that of a section."""
+    section, _, name = key.rpartition(".")
+    if not section:
+        return dataclasses.replace(config, **{name: value})
+    changed = dataclasses.replace(getattr(config, section), **{name: value})
+    return dataclasses.replace(config, **{section: changed})
 
 
 def make_plan(
@@ -298,7 +321,7 @@ def make_plan(
             run = programs.trace_run(config, arch, env, tpu_slice)
             return _too_large(_compile(run, tpu_slice, cache), run, memory)
 
-        keys = ("num_envs", "unroll_length")
+        keys = ("num_envs", "unroll_length") + (CAPACITY,) * (too_large.replay > 0)
         fits = {key: _largest_that_fits(config, key, too_large, check) for key in keys}
         too_large = dataclasses.replace(too_large, fits=fits)
     gradient_steps = config.gradient_steps.count

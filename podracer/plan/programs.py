@@ -17,7 +17,6 @@ from podracer.plan.chips import Slice
 from podracer.sebulba import program as sebulba_program
 from podracer.sebulba.setup import make_setup
 from podracer.types import Environment, HostEnvironment
-from podracer.xla_cpu import prng
 
 ARCHITECTURES = ("anakin", "sebulba")
 ALL, ACTORS, LEARNERS = "every core", "actor cores", "learner cores"
@@ -31,12 +30,14 @@ class TracedProgram(NamedTuple):
       where: which devices execute it: ``ALL``, ``ACTORS`` or ``LEARNERS``.
       calls: number of calls on each of these devices per update of the run.
       lowered: the program, ready to compile.
+      replay: bytes of the agent's replay on each of these devices, one of the arguments.
     """
 
     name: str
     where: str
     calls: float
     lowered: jax.stages.Lowered
+    replay: int = 0
 
 
 class TracedRun(NamedTuple):
@@ -59,6 +60,7 @@ class Memory:
 
     Attributes:
       arguments: its arguments.
+      replay: the part of ``arguments`` that is the agent's replay, without padding.
       temporaries: intermediate values.
       outputs: its results.
       aliased: the part of ``outputs`` that reuses the memory of donated arguments.
@@ -67,6 +69,7 @@ class Memory:
     """
 
     arguments: int
+    replay: int
     temporaries: int
     outputs: int
     aliased: int
@@ -167,10 +170,10 @@ def _anakin(config: Config, env: Environment, tpu_slice: Slice) -> TracedRun:
     sizes = config_lib.sizes(config, len(tpu_slice.devices))
     mesh = mesh_lib.make_mesh(tpu_slice.devices)
     program = anakin_program.make_program(config, env, sizes, mesh)
-    state = jax.eval_shape(program.init, prng.keys(config.seeds, tpu_slice.devices[0].platform))
-    state = mesh_lib.sharded_shapes(state, mesh, anakin_program.state_specs(config.num_seeds))
-    lowered = program.step.lower(state)
-    return TracedRun(sizes, [TracedProgram("step", ALL, 1 / sizes.updates_per_call, lowered)], True)
+    lowered = program.step.lower(program.state)
+    replay = program.memory.replay
+    step = TracedProgram("step", ALL, 1 / sizes.updates_per_call, lowered, replay)
+    return TracedRun(sizes, [step], True)
 
 
 def _sebulba(config: Config, env: HostEnvironment, tpu_slice: Slice) -> TracedRun:
@@ -183,10 +186,9 @@ def _sebulba(config: Config, env: HostEnvironment, tpu_slice: Slice) -> TracedRu
         raise ConfigError(f"{tpu_slice.topology} has hosts with different numbers of devices")
     learners = [device for split in hosts for device in split.learners]
     setup = make_setup(config, env, hosts[0], learners)
-    functions = setup.learner_functions
-    state = jax.eval_shape(functions.init, setup.key)
-    state = mesh_lib.sharded_shapes(state, setup.mesh, sebulba_program.STATE_SPECS)
-    update = sebulba_program.lower_update(functions, state, setup.trajectory_shapes())
+    update = sebulba_program.lower_update(
+        setup.learner_functions, setup.state, setup.trajectory_shapes()
+    )
     actor: Any = sebulba_program.lower_actor(
         setup.actor_functions, setup.actor_shapes, hosts[0].actors[0]
     )
@@ -196,7 +198,7 @@ def _sebulba(config: Config, env: HostEnvironment, tpu_slice: Slice) -> TracedRu
         # counted like the other steps.
         TracedProgram("act", ACTORS, threads * config.unroll_length, actor.act),
         TracedProgram("close", ACTORS, threads, actor.close),
-        TracedProgram("update", LEARNERS, 1, update),
+        TracedProgram("update", LEARNERS, 1, update, setup.memory.replay),
     ]
     shared_devices = bool(set(hosts[0].actors) & set(hosts[0].learners))
     return TracedRun(setup.sizes, run_programs, shared_devices)
@@ -213,14 +215,15 @@ def compile_traced(program: TracedProgram) -> CompileResult | OutOfMemory:
         return parse_out_of_memory(str(error))
     seconds = time.monotonic() - start
     stats: Any = compiled.memory_analysis()
-    sizes = (
-        stats.argument_size_in_bytes,
-        stats.temp_size_in_bytes,
-        stats.output_size_in_bytes,
-        stats.alias_size_in_bytes,
-        stats.generated_code_size_in_bytes,
-    )
-    memory = Memory(*sizes, sum(sizes) - 2 * stats.alias_size_in_bytes)
+    sizes = {
+        "arguments": stats.argument_size_in_bytes,
+        "temporaries": stats.temp_size_in_bytes,
+        "outputs": stats.output_size_in_bytes,
+        "aliased": stats.alias_size_in_bytes,
+        "code": stats.generated_code_size_in_bytes,
+    }
+    total = sum(sizes.values()) - 2 * sizes["aliased"]
+    memory = Memory(**sizes, replay=program.replay, total=total)
     return CompileResult(program, compiled.as_text() or "", memory, seconds)
 
 

@@ -30,6 +30,7 @@ def _program_rows(program: ProgramPlan, plan: Plan) -> dict[str, str]:
     return {
         "runs on": program.where,
         "memory: arguments": size(memory.arguments),
+        "memory: of these, replay": size(memory.replay) if memory.replay else "none",
         "memory: temporaries": size(memory.temporaries),
         "memory: new outputs": size(memory.outputs - memory.aliased),
         "memory: code": size(memory.code),
@@ -90,7 +91,9 @@ def _too_large(plan: Plan) -> str:
         needs = f"{size(excess.needed)}, {over} more than {memory}"
     sizes = [f"{key}={n}" for key, n in excess.fits.items() if n]
     return f"TOO LARGE: the program {excess.program} needs {needs}; " + (
-        f"{' or '.join(sizes)} would fit" if sizes else "no smaller num_envs or unroll_length fits"
+        f"{' or '.join(sizes)} would fit"
+        if sizes
+        else f"no smaller {' or '.join(excess.fits)} fits"
     )
 
 

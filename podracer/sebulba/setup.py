@@ -17,9 +17,10 @@ from podracer.distributed import mesh as mesh_lib
 from podracer.errors import ConfigError
 from podracer.monitoring import writers
 from podracer.sebulba import program
-from podracer.sebulba.program import ActorShapes, LearnerFunctions
-from podracer.training import builder
+from podracer.sebulba.program import ActorShapes, LearnerFunctions, SebulbaState
+from podracer.training import builder, memory
 from podracer.training.builder import Components
+from podracer.training.memory import StateMemory
 from podracer.types import Device, HostEnvironment, Pool
 from podracer.xla_cpu import malloc, prng
 
@@ -38,6 +39,7 @@ class SebulbaSetup(NamedTuple):
       actor_functions: an actor thread's functions, not compiled.
       actor_shapes: shapes of what the actor's functions take and return.
       key: the run's random key.
+      state: shapes and shardings of the learner's state.
     """
 
     config: Config
@@ -50,6 +52,7 @@ class SebulbaSetup(NamedTuple):
     actor_functions: HostUnroll
     actor_shapes: ActorShapes
     key: jax.Array
+    state: SebulbaState
 
     @property
     def num_threads(self) -> int:
@@ -66,6 +69,11 @@ class SebulbaSetup(NamedTuple):
         part = self.actor_shapes.parts[0]
         one = mesh_lib.global_shapes(part, self.mesh, program.TRAJECTORY_SPECS)
         return (one,) * self.num_threads
+
+    @property
+    def memory(self) -> StateMemory:
+        """The memory of the learner's state."""
+        return memory.measure(self.components.agent.source, self.state, self.mesh)
 
     @property
     def layout(self) -> dict[str, str]:
@@ -186,6 +194,7 @@ def make_setup(
     learner_functions = program.make_learner_functions(
         components, mesh, shapes.parts[:1] * num_threads
     )
+    state = jax.eval_shape(learner_functions.init, key)
     setup = SebulbaSetup(
         config,
         sizes,
@@ -197,8 +206,8 @@ def make_setup(
         actor_functions,
         shapes,
         key,
+        mesh_lib.sharded_shapes(state, mesh, program.STATE_SPECS),
     )
-    state = jax.eval_shape(learner_functions.init, key)
     jax.eval_shape(learner_functions.update, state, setup.trajectory_shapes())
     return setup
 

@@ -32,6 +32,8 @@ class Checkpoints:
         keep: int,
         log: Callable[[str], None],
         processes: Processes,
+        *,
+        replay: bool = True,
     ):
         """Reads and writes nothing yet.
 
@@ -43,9 +45,10 @@ class Checkpoints:
           keep: number of newest checkpoints to keep, in addition to the best one.
           log: called with a line of text if something goes wrong without ending the run.
           processes: the processes of the run, which save and restore together.
+          replay: whether the contents of a replay are saved.
         """
         self._workdir, self._keep, self._log = workdir, keep, log
-        self._processes = processes
+        self._processes, self._replay = processes, replay
         self._manager: ocp.CheckpointManager | None = None
         self._failed: Exception | None = None
         # The highest score among the complete checkpoints, and the score of the one being written.
@@ -56,7 +59,8 @@ class Checkpoints:
         """The newest undamaged checkpoint, placed on devices as ``state`` is.
 
         Args:
-          state: the initial state of the run. It is freed if there is a checkpoint.
+          state: the initial state of the run. It is freed if there is a checkpoint, except for a
+            replay that a checkpoint does not hold, which stays as it is.
 
         Returns:
           State and progress; ``state`` and no progress where there is no checkpoint.
@@ -74,8 +78,7 @@ class Checkpoints:
         if not steps:
             return state, Progress()
         shapes, build = files.describe(state)
-        for x in jax.tree.leaves(state):
-            x.delete()
+        initial = self._free(state, steps)
         scores, unreadable = self._processes.broadcast(lambda: self._read_scores(steps))
         damaged = dict(unreadable)
         for step in steps:
@@ -86,13 +89,30 @@ class Checkpoints:
                 arrays, progress = loaded
                 self._processes.broadcast(lambda: self._set_aside(damaged))
                 self._best = max(score for each, score in scores if each not in damaged)
-                return build(arrays), progress
+                return build({**initial, **arrays}), progress
             damaged[step] = reason
         raise SaveError(
             f"no checkpoint in {folder} can be used: "
             + "; ".join(f"{step} ({reason})" for step, reason in damaged.items())
             + "; --restart moves this run aside and starts over"
         )
+
+    def _free(self, state: ArrayTree, steps: list[int]) -> dict[str, Array]:
+        """Frees what these checkpoints hold of a state, and returns the rest by name: the replay,
+        if one of them lacks it."""
+        folder = self._workdir / FOLDER
+        kept = files.replay_arrays(named_arrays(state))
+        if kept and self._processes.broadcast(
+            lambda: self._reading(
+                folder, lambda: all(files.has_replay(folder, step) for step in steps)
+            )
+        ):
+            kept = {}
+        there = {id(x) for x in kept.values()}
+        for x in jax.tree.leaves(state):
+            if id(x) not in there:
+                x.delete()
+        return kept
 
     def _reading(self, path: epath.Path, function: Callable[[], T]) -> T:
         """Calls a function that reads from this path, with retries."""
@@ -199,7 +219,7 @@ class Checkpoints:
             best = self._best if score is None else score
             progress = progress._replace(best=None if best == -math.inf else best)
             if not self._processes.broadcast(lambda: progress.update in manager.all_steps()):
-                files.write(manager, state, progress, score)
+                files.write(manager, state, progress, score, replay=self._replay)
             elif self._processes.broadcast(lambda: files.amend(folder, progress, score)):
                 # A manager remembers the scores that it has read.
                 manager.close()

@@ -1,8 +1,9 @@
 """Checkpoints as files: what a folder ``checkpoints/UPDATE`` of a workdir holds.
 
-The folder has one item for the weights, one for the rest of the state, one for the run's progress
-and one for the score of its evaluation. Orbax writes it under another name and renames it once it
-is complete; in a bucket, Orbax instead adds a file when it is complete.
+The folder has one item for the weights, one for the contents of a replay if these are saved, one
+for the rest of the state, one for the run's progress and one for the score of its evaluation. Orbax
+writes it under another name and renames it once it is complete; in a bucket, Orbax instead adds a
+file when it is complete.
 """
 
 import json
@@ -10,21 +11,23 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from podracer.distributed.checksum import checksum, is_key, named_arrays, path_name
+from podracer.distributed.checksum import checksum, digests, is_key, named_arrays, path_name
 from podracer.storage import bucket
 from podracer.storage.workdir import CHECKPOINTS
 from podracer.types import Array, ArrayTree, Row
 
+T = TypeVar("T")
+
 FOLDER = CHECKPOINTS
-WEIGHTS, REST, PROGRESS = "weights", "rest", "progress"
-# Where the weights are in the state of either architecture.
-_PREFIX = "train/weights/"
+WEIGHTS, REPLAY, REST, PROGRESS = "weights", "replay", "rest", "progress"
+# Items whose arrays are in a part of the state of either architecture, with the names' beginnings.
+_PREFIXES = {WEIGHTS: "train/weights/", REPLAY: "source/"}
 # Files of a checkpoint that Orbax writes, and that are read and replaced here.
 _PROGRESS_FILE, _SCORE_FILE = "progress/metadata", "metrics/metrics"
 _COMMITTED = "commit_success.txt"
@@ -42,6 +45,7 @@ class Progress(NamedTuple):
       seconds: how many of these seconds were spent on each activity, by name.
       best: the highest mean return of an evaluation whose weights are saved; None if there is none.
       pending: the last update's row of metrics, if the run stopped before its evaluation was done.
+      replay: whether the contents of a replay are saved, where there is one.
     """
 
     update: int = 0
@@ -49,6 +53,7 @@ class Progress(NamedTuple):
     seconds: Mapping[str, float] = {}
     best: float | None = None
     pending: Row | None = None
+    replay: bool = True
 
 
 def list_steps(folder: epath.Path) -> list[int]:
@@ -101,16 +106,32 @@ def describe(
 
 
 def _split(named: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The two items of arrays: the weights, with names that omit the prefix, and the rest."""
-    items: dict[str, dict[str, Any]] = {WEIGHTS: {}, REST: {}}
+    """The items of arrays, with names that omit the item's prefix. There always is one for the
+    rest, and others only where they have arrays."""
+    items: dict[str, dict[str, Any]] = {REST: {}}
     for name, x in named.items():
-        short = name.removeprefix(_PREFIX)
-        items[REST if short == name else WEIGHTS][short] = x
+        item = next((k for k, prefix in _PREFIXES.items() if name.startswith(prefix)), REST)
+        items.setdefault(item, {})[name.removeprefix(_PREFIXES.get(item, ""))] = x
     return items
 
 
 def _join(items: Mapping[str, Any]) -> dict[str, Any]:
-    return {_PREFIX + name: x for name, x in items[WEIGHTS].items()} | dict(items[REST])
+    return {
+        _PREFIXES.get(item, "") + name: x
+        for item, arrays in items.items()
+        if item != PROGRESS
+        for name, x in arrays.items()
+    }
+
+
+def replay_arrays(named: Mapping[str, T]) -> dict[str, T]:
+    """Those of a state's arrays, by name, that are the contents of its replay."""
+    return {name: x for name, x in named.items() if name.startswith(_PREFIXES[REPLAY])}
+
+
+def has_replay(folder: epath.Path, step: int) -> bool:
+    """Whether a checkpoint holds the contents of a replay."""
+    return bucket.exists(folder / str(step) / REPLAY)
 
 
 def read(
@@ -124,9 +145,12 @@ def read(
       shapes: shapes and placement of the arrays to read, by name.
 
     Returns:
-      The arrays, of which each process reads what its devices hold, and the progress with the
-      checksum, as in the JSON file.
+      The arrays, of which each process reads what its devices hold, without those of a replay that
+      was not saved; and the progress with the checksum, as in the JSON file.
     """
+    if not has_replay(folder, step):
+        absent = replay_arrays(shapes)
+        shapes = {name: x for name, x in shapes.items() if name not in absent}
     with open_manager(folder, writes=False) as manager:
         names = _saved_names(manager, step, shapes)
         items = _split({names[name]: x for name, x in shapes.items()})
@@ -153,10 +177,16 @@ def verify(arrays: Mapping[str, Array], progress: Mapping[str, Any]) -> Progress
     """The progress of a checkpoint that was read. Raises ``ValueError`` if its checksum is not that
     of the arrays; all processes compute it together."""
     content = dict(progress)
-    expected, got = content.pop("checksum"), int(jax.device_get(checksum(arrays)))
+    expected, got = content.pop("checksum"), _checksum(arrays)
     if got != expected:
         raise ValueError(f"its checksum is {got}, not {expected}")
     return Progress(**content)
+
+
+def _checksum(arrays: Mapping[str, Array]) -> int:
+    """The checksum of all arrays. Those of a replay are too large to be summed in the order that
+    checkpoints have always had, so it is that of their digests."""
+    return int(jax.device_get(checksum({**arrays, **digests(replay_arrays(arrays))})))
 
 
 def read_weights(
@@ -182,7 +212,12 @@ class ShapeError(Exception):
 
 
 def write(
-    manager: ocp.CheckpointManager, state: ArrayTree, progress: Progress, score: float | None
+    manager: ocp.CheckpointManager,
+    state: ArrayTree,
+    progress: Progress,
+    score: float | None,
+    *,
+    replay: bool = True,
 ) -> None:
     """Begins to write a checkpoint; Orbax does the rest in the background.
 
@@ -191,9 +226,13 @@ def write(
       state: the state to save; it may be donated as soon as this returns.
       progress: how far the run has come.
       score: the mean return of the evaluation of this state, if there was one.
+      replay: whether the contents of a replay are saved.
     """
     arrays = named_arrays(state)
-    content = {**progress._asdict(), "checksum": int(jax.device_get(checksum(arrays)))}
+    left_out = {} if replay else replay_arrays(arrays)
+    arrays = {name: x for name, x in arrays.items() if name not in left_out}
+    progress = progress._replace(replay=not left_out)
+    content = {**progress._asdict(), "checksum": _checksum(arrays)}
     items = {k: ocp.args.StandardSave(x) for k, x in _split(arrays).items()}
     arguments = ocp.args.Composite(**items, **{PROGRESS: ocp.args.JsonSave(content)})
     # Orbax copies the arrays to the host in this thread with implicit transfers. JAX's guard checks
@@ -223,7 +262,7 @@ def amend(folder: epath.Path, progress: Progress, score: float | None) -> bool:
     if score is not None:
         bucket.write(path / _SCORE_FILE, json.dumps({"score": score}))
     # Last: as long as an evaluation is pending, the next start repeats it.
-    content = {**progress._asdict(), "checksum": saved["checksum"]}
+    content = {**saved, **progress._replace(replay=saved.get("replay", True))._asdict()}
     bucket.write(path / _PROGRESS_FILE, json.dumps(content))
     return True
 
@@ -253,8 +292,7 @@ def open_manager(
     return ocp.CheckpointManager(
         folder,
         item_handlers={
-            WEIGHTS: ocp.StandardCheckpointHandler(),
-            REST: ocp.StandardCheckpointHandler(),
+            **{item: ocp.StandardCheckpointHandler() for item in (*_PREFIXES, REST)},
             PROGRESS: ocp.JsonCheckpointHandler(),
         },
         options=ocp.CheckpointManagerOptions(

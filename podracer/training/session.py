@@ -83,7 +83,10 @@ class Session:
         with ExitStack() as on_error:
             path = epath.Path(self.processes.broadcast(lambda: self._claim(on_error)))
             check_shared(path, self.processes)
-            self._checkpoints = Checkpoints(path, config.checkpoint.keep, self.warn, self.processes)
+            settings = config.checkpoint
+            self._checkpoints = Checkpoints(
+                path, settings.keep, self.warn, self.processes, replay=settings.replay
+            )
             on_error.pop_all()
 
     def _claim(self, on_error: ExitStack) -> str:
@@ -172,6 +175,11 @@ class Session:
         progress = self._rewind(progress, step, clock)
         if progress.update:
             self.log(f"resumed from update {progress.update:,}, step {step:,}")
+            if not progress.replay:
+                self.log(
+                    "the replay was not saved and refills: learning continues after "
+                    f"{self._config.replay.begin:,} steps"
+                )
         elif self._options.init_from is not None:
             check_num_seeds(self._options.init_from, self._config.num_seeds)
             weights, update = load_weights(

@@ -11,6 +11,8 @@ from podracer.distributed import processes
 from podracer.distributed.processes import Processes
 from podracer.monitoring.metrics import Clock
 from podracer.storage.checkpoint import Progress
+from podracer.training import memory
+from podracer.training.memory import StateMemory
 from podracer.training.options import Options, RunOptions
 from podracer.training.session import Session
 from podracer.types import Device
@@ -32,6 +34,11 @@ class Setup(Protocol):
     @property
     def layout(self) -> Mapping[str, str]:
         """What runs on which devices, in words."""
+        ...
+
+    @property
+    def memory(self) -> StateMemory:
+        """The memory of the state."""
         ...
 
 
@@ -78,9 +85,10 @@ def open_session(
         clock = Clock()
         with clock.measure("setup"):
             setup = prepare(config, joined)
+            memory.check(setup.memory, config)
             session = Session(architecture, config, setup.sizes, given, joined)
         with session:
-            session.begin(setup.devices, setup.layout)
+            session.begin(setup.devices, {**setup.layout, **setup.memory.layout})
             yield setup, session, clock
 
 

@@ -105,14 +105,32 @@ def test_the_largest_size_that_fits_is_found_by_few_compilations():
         tried.append(n)
         if n == 512:
             raise ConfigError("does not divide over minibatches")
-        return estimate.TooLarge("step", 100 + n, 500, {}, "") if 100 + n > 500 else None
+        return estimate.TooLarge("step", 100 + n, 500, 0, {}, "") if 100 + n > 500 else None
 
-    excess = estimate.TooLarge("step", 4196, 500, {}, "")
+    excess = estimate.TooLarge("step", 4196, 500, 0, {}, "")
     assert estimate._largest_that_fits(config, "num_envs", excess, check) == 256
     # 4096 * 500 / 4196 = 488, so that 512 is not tried.
     assert tried == [256]
-    unknown = estimate.TooLarge("step", 0, 0, {}, "")
+    unknown = estimate.TooLarge("step", 0, 0, 0, {}, "")
     assert estimate._largest_that_fits(config, "num_envs", excess, lambda config: unknown) is None
+
+
+def test_a_replay_that_is_too_large_is_made_smaller():
+    """Only its capacity changes its size, and only the other sizes change all other memory."""
+    config = config_of("cartpole_dqn.py", **{"replay.capacity": 800_000, "num_envs": 64})
+    tried = []
+
+    def check(config):
+        replay = config.replay.capacity // 1000
+        tried.append((config.num_envs, replay))
+        needed = 300 + replay + config.num_envs
+        return estimate.TooLarge("step", needed, 700, replay, {}, "") if needed > 700 else None
+
+    excess = check(config)
+    tried.clear()
+    assert estimate._largest_that_fits(config, "replay.capacity", excess, check) == 200_000
+    assert estimate._largest_that_fits(config, "num_envs", excess, check) is None
+    assert tried == [(64, 200)]
 
 
 def test_the_architecture_follows_from_the_environment():
@@ -159,7 +177,7 @@ def printed(function, plans, capsys):
 
 
 def test_printed_plans(capsys):
-    memory = programs.Memory(2**20, 2**20, 3 * 2**19, 2**20, 2**19, 2**22)
+    memory = programs.Memory(2**20, 2**18, 2**20, 3 * 2**19, 2**20, 2**19, 2**22)
     one, two = estimate.Collectives(1.0, 2048.0), estimate.Collectives(2.0, 24.0)
     program = estimate.ProgramPlan(
         "step", programs.ALL, memory, 9.25, 7.88e9, 9.06e6, 9094.0, one, two, ("infeed.1",), 3,
@@ -170,7 +188,7 @@ def test_printed_plans(capsys):
         9.22e9, None, ("a", "b"),
     )  # fmt: skip
     fits = {"num_envs": 512, "unroll_length": None}
-    excess = estimate.TooLarge("step", 5 * 2**34, 2.0**34, fits, "")
+    excess = estimate.TooLarge("step", 5 * 2**34, 2.0**34, 0, fits, "")
     no_fit = dataclasses.replace(plan, topology="v2:2x2", programs=(), too_large=excess)
 
     text = printed(table.print_plan, plan, capsys)
@@ -178,6 +196,7 @@ def test_printed_plans(capsys):
     rows = {row[0]: row[1] for row in cells if row}
     assert text.startswith("4 x v5e:2x2: 16 chips, 16 cores with 16.0 GiB each, 4 hosts\n")
     assert rows["memory: total"] == "4.0 MiB (0.0%)"
+    assert rows["memory: of these, replay"] == "256.0 KiB"
     assert rows["memory: new outputs"] == "512.0 KiB"
     assert rows["flops per update"] == "7.88 G"
     assert rows["other collectives per update"] == "2 of 24 Bytes"

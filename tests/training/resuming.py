@@ -18,6 +18,17 @@ from podracer.training.loop import Result
 from podracer.training.session import Session
 from tests.helpers import make_config
 
+# An agent with a prioritised replay, which is full after four of the ten updates.
+REPLAY = {
+    "agent": "dqn",
+    "replay__capacity": 16 * 8 * 4,
+    "replay__begin": 200,
+    "replay__batch": 16,
+    "replay__gradient_steps": 2,
+    "replay__priority_exponent": 0.6,
+    "dqn__target_period": 5,
+}
+
 
 def resumable(**changes):
     """Ten updates, a row and a checkpoint after each, an evaluation after every fourth."""
@@ -91,8 +102,8 @@ def last_arrays(workdir) -> dict[str, np.ndarray]:
         found = manager.restore(manager.latest_step())
     return {
         f"{item}/{name}": np.asarray(x)
-        for item in (checkpoint_files.WEIGHTS, checkpoint_files.REST)
-        for name, x in found[item].items()
+        for item in (checkpoint_files.WEIGHTS, checkpoint_files.REPLAY, checkpoint_files.REST)
+        for name, x in (found.get(item) or {}).items()
     }
 
 

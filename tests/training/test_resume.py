@@ -10,6 +10,7 @@ import pytest
 from podracer import anakin, errors, sebulba
 from podracer.training.session import Session
 from tests.training.resuming import (
+    REPLAY,
     Stops,
     bits,
     finished_run,
@@ -21,22 +22,29 @@ from tests.training.resuming import (
 )
 
 
+def name_of(value) -> str:
+    """The name of a test's parameter."""
+    return "dqn" if isinstance(value, dict) and REPLAY.items() <= value.items() else str(value)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
-        {"normalize_observations": True},
+        {"normalize_observations": True, **REPLAY},
+        pytest.param({"normalize_observations": True}, marks=pytest.mark.slow),
         pytest.param(
             {"agent": "vtrace", "network__core": "gru", "normalize_observations": True},
             marks=pytest.mark.slow,
         ),
         pytest.param({"normalize_rewards": True, "cpu_devices": 1}, marks=pytest.mark.slow),
+        pytest.param({"num_seeds": 2, **REPLAY}, marks=pytest.mark.slow),
         pytest.param(
             {"agent": "vtrace", "cpu_devices": 8, "normalize_observations": True},
             marks=pytest.mark.slow,
         ),
         pytest.param({"network__core": "lstm", "stagger": 3}, marks=pytest.mark.slow),
     ],
-    ids=str,
+    ids=name_of,
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(changes, tmp_path, monkeypatch):
     run = resumable(num_minibatches=2, anneal=True, **changes)
@@ -91,16 +99,58 @@ def test_an_evaluation_that_a_signal_interrupts_is_left_to_the_next_start(tmp_pa
     assert len(rows) == 10
 
 
-@pytest.mark.parametrize("devices", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
-def test_a_run_is_resumed_on_another_number_of_devices(devices, tmp_path, monkeypatch):
-    run = resumable()
-    whole = finished_run(tmp_path / "whole")
+@pytest.mark.parametrize(
+    ("changes", "before", "after"),
+    [
+        (REPLAY, 1, 8),
+        *(
+            pytest.param(changes, before, after, marks=pytest.mark.slow)
+            for changes, before, after in (
+                ({}, 2, 4),
+                ({}, 2, 1),
+                ({}, 2, 2),
+                (REPLAY, 1, 2),
+                (REPLAY, 8, 1),
+                (REPLAY, 8, 2),
+            )
+        ),
+    ],
+    ids=name_of,
+)
+def test_a_run_is_resumed_on_another_number_of_devices(
+    changes, before, after, tmp_path, monkeypatch
+):
+    whole = anakin.train(resumable(cpu_devices=before, **changes), quiet=True)
     Stops(monkeypatch, 4)
     with pytest.raises(errors.PreemptedError):
-        anakin.train(run, tmp_path / "run", quiet=True)
-    result = anakin.train(resumable(cpu_devices=devices), tmp_path / "run", quiet=True)
+        anakin.train(resumable(cpu_devices=before, **changes), tmp_path / "run", quiet=True)
+    result = anakin.train(resumable(cpu_devices=after, **changes), tmp_path / "run", quiet=True)
     for a, b in zip(jax.tree.leaves(result.weights), jax.tree.leaves(whole.weights), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_a_replay_that_was_not_saved_refills(tmp_path, monkeypatch, capsys):
+    """And both ways: it is saved again as soon as the setting allows it."""
+    Stops(monkeypatch, 4, 6)
+    with pytest.raises(errors.PreemptedError):
+        anakin.train(resumable(checkpoint__replay=False, **REPLAY), tmp_path / "run")
+    before = last_arrays(tmp_path / "run")
+    assert not [name for name in before if name.startswith("replay/")]
+    out = capsys.readouterr().out
+    assert "refills" not in out
+    assert "  replay         512 steps, 9.0 KiB on each of 2 devices" in out
+    with pytest.raises(errors.PreemptedError):
+        anakin.train(resumable(**REPLAY), tmp_path / "run")
+    out = capsys.readouterr().out
+    assert "checkpoint.replay was False and is now True" in out
+    assert "the replay was not saved and refills: learning continues after 200 steps" in out
+    fills = [row["replay/fill"] for row in rows_of(tmp_path / "run")]
+    assert fills == [0.25, 0.5, 0.75, 1, 1, 0.25, 0.5]
+    # Of checkpoints with and without it, the newest has it.
+    result = anakin.train(resumable(checkpoint__replay=False, **REPLAY), tmp_path / "run")
+    assert "refills" not in capsys.readouterr().out
+    assert [row["replay/fill"] for row in result.metrics[7:]] == [0.75, 1, 1]
+    assert not [name for name in last_arrays(tmp_path / "run") if name.startswith("replay/")]
 
 
 def test_a_number_of_devices_that_does_not_divide_is_rejected(tmp_path):

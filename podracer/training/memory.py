@@ -1,0 +1,95 @@
+"""The memory of a run's state: what a replay needs on each device, and whether there is as much."""
+
+import math
+import os
+from typing import Any, NamedTuple
+
+import jax
+
+from podracer.config import Config
+from podracer.errors import ConfigError
+from podracer.monitoring.formatting import size
+from podracer.types import ArrayTree, Source
+
+
+class StateMemory(NamedTuple):
+    """Memory that the state of a run needs on each device that learns.
+
+    Attributes:
+      kept: environment steps that the replay keeps, over all devices; 0 for agents without one.
+      replay: bytes of the replay.
+      rest: bytes of everything else.
+      mesh: the devices that learn.
+    """
+
+    kept: int
+    replay: int
+    rest: int
+    mesh: jax.sharding.Mesh
+
+    @property
+    def layout(self) -> dict[str, str]:
+        """The replay in words; empty for agents without one."""
+        if not self.kept:
+            return {}
+        return {"replay": f"{self.kept:,} steps, {size(self.replay)} {self.where}"}
+
+    @property
+    def where(self) -> str:
+        """The devices in words."""
+        return f"on each of {self.mesh.size} devices" if self.mesh.size > 1 else "on the device"
+
+
+def bytes_per_device(tree: ArrayTree) -> int:
+    """Bytes of arrays on each device, given the arrays or their shapes with shardings."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
+
+
+def measure(source: Source, state: Any, mesh: jax.sharding.Mesh) -> StateMemory:
+    """The memory of a run's state.
+
+    Args:
+      source: the source of the agent's batches.
+      state: shapes and shardings of the state, whose ``source`` is that of the source.
+      mesh: the devices that learn.
+    """
+    replay = bytes_per_device(state.source)
+    return StateMemory(source.kept, replay, bytes_per_device(state) - replay, mesh)
+
+
+def available(mesh: jax.sharding.Mesh) -> int:
+    """Bytes of memory that a device of this process has; CPU devices share the machine's."""
+    local = mesh.local_devices
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in local]
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(limit or machine // len(local) for limit in limits)
+
+
+def check(memory: StateMemory, config: Config) -> None:
+    """Checks that a replay fits into the memory of the devices.
+
+    What a run needs besides its state is known only once it is compiled, so a replay that passes
+    may still be too large.
+
+    Args:
+      memory: the memory of the run's state.
+      config: the run's configuration.
+
+    Raises:
+      ConfigError: it does not fit.
+    """
+    limit = available(memory.mesh)
+    if not memory.kept or memory.replay + memory.rest <= limit:
+        return
+    most = max(0, limit - memory.rest) * memory.kept // memory.replay
+    # Two digits, as the number is only about right.
+    most -= most % 10 ** max(0, len(str(most)) - 2)
+    lower = f"lower it to {most:,}" if most else "lower num_envs"
+    seeds = " or lower num_seeds" * (config.num_seeds > 1)
+    raise ConfigError(
+        f"replay.capacity={config.replay.capacity:,} needs {size(memory.replay)} {memory.where}, "
+        f"and the rest of the state {size(memory.rest)}, but a device has {size(limit)}; {lower}, "
+        f"use more devices{seeds}"
+    )

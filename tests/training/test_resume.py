@@ -24,7 +24,9 @@ from tests.training.resuming import (
 @pytest.mark.parametrize(
     "changes",
     [
-        {"normalize_observations": True},
+        # Observations are dictionaries.
+        {"env": "dummy:masked", "normalize_observations": True},
+        pytest.param({"normalize_observations": True}, marks=pytest.mark.slow),
         pytest.param(
             {"agent": "vtrace", "network__core": "gru", "normalize_observations": True},
             marks=pytest.mark.slow,

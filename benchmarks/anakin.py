@@ -39,28 +39,30 @@ def make_random_steps(
       the compiler can't remove any computation.
     """
 
-    def random_unroll(key: Array, env_ids: Array, state: Any) -> tuple[Any, Array]:
+    def random_unroll(key: Array, env_ids: Array, now: Any) -> tuple[Any, Array]:
         keys = unroll.env_keys(key, env_ids, 2 * sizes.unroll_length)
 
-        def step(state: Any, keys: Array) -> tuple[Any, Array]:
-            action = unroll.random_actions(env.spec, keys[0])
+        def step(now: Any, keys: Array) -> tuple[Any, Array]:
+            state, observation = now
+            action = unroll.random_actions(env.spec, observation, keys[0])
             state, timestep = jax.vmap(env.step)(keys[1], state, action)
-            return state, jnp.stack(
+            return (state, timestep.observation), jnp.stack(
                 [x.astype(jnp.float32).sum() for x in jax.tree.leaves(timestep)]
             )
 
-        return jax.lax.scan(step, state, keys.reshape(sizes.unroll_length, 2, -1))
+        return jax.lax.scan(step, now, keys.reshape(sizes.unroll_length, 2, -1))
 
     def on_device(key: Array, num_unrolls: Array) -> Array:
         first = mesh_lib.device_index() * sizes.envs_per_device
         env_ids = first + jnp.arange(sizes.envs_per_device)
-        state, _ = jax.vmap(env.reset)(unroll.env_keys(key, env_ids, 1)[0])
+        state, timestep = jax.vmap(env.reset)(unroll.env_keys(key, env_ids, 1)[0])
+        now = (state, timestep.observation)
 
         def body(i: Array, carry: tuple[Any, Array]) -> tuple[Any, Array]:
-            state, sums = random_unroll(jax.random.fold_in(key, i), env_ids, carry[0])
-            return state, carry[1] + sums.sum()
+            now, sums = random_unroll(jax.random.fold_in(key, i), env_ids, carry[0])
+            return now, carry[1] + sums.sum()
 
-        _, total = jax.lax.fori_loop(0, num_unrolls, body, (state, jnp.float32(0)))
+        _, total = jax.lax.fori_loop(0, num_unrolls, body, (now, jnp.float32(0)))
         return mesh_lib.all_mean(total)
 
     replicated = mesh_lib.REPLICATED

@@ -187,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # More updates than are ever timed, so that actors don't finish.
     config.total_steps, config.updates_per_call, config.anneal = 10**12, 1, False
     setup = prepare(config_lib.parse(config))
-    if not args.config and len(setup.env.spec.observation.shape) == 3:
+    if not args.config and len(getattr(setup.env.spec.observation, "shape", ())) == 3:
         config.network.torso = "pixels"
         setup = prepare(config_lib.parse(config))
 

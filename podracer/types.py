@@ -21,6 +21,8 @@ Leaf = Any
 Device = Any
 Params = Any
 Carry = Any
+# The key of the mask of legal actions in an observation, see ``Spec``.
+ACTION_MASK = "action_mask"
 # A row of metrics, by name.
 Row = dict[str, int | float]
 # Combines a tree of arrays over all devices; the identity on one.
@@ -31,7 +33,7 @@ class TimeStep(struct.PyTreeNode):
     """What an environment returns on *arriving* at time t.
 
     Attributes:
-      observation: ``[..., *shape]``.
+      observation: ``[..., *shape]``, or a dictionary of arrays, see ``Spec``.
       reward: ``[...]`` float32, of the transition t-1 -> t; 0 where the episode has just begun.
       discount: ``[...]`` float32, 0 if the transition t-1 -> t terminated the episode, else 1, also
         where the episode was truncated. The agent's discount factor is not included.
@@ -107,13 +109,16 @@ class Spec(NamedTuple):
     """What an agent needs to know about an environment.
 
     Attributes:
-      observation: shape and dtype of one observation.
+      observation: shape and dtype of one observation, or a dictionary of shapes and dtypes, which
+        may contain further dictionaries. Where actions are discrete, its key ``ACTION_MASK`` may
+        hold ``[num_actions]`` bool, whether each action is legal. Agents then take no other action.
       action: the action space.
       frames: number of frames in the last axis of an observation, the newest one last, of which the
-        others were the newest ones of the steps before; 1 if observations share no frames.
+        others were the newest ones of the steps before; 1 if observations share no frames, and for
+        dictionaries.
     """
 
-    observation: jax.ShapeDtypeStruct
+    observation: ArrayTree
     action: Discrete | Box
     frames: int = 1
 
@@ -136,7 +141,7 @@ class Environment(NamedTuple):
     reset: Callable[[Array], tuple[ArrayTree, TimeStep]]
     step: Callable[[Array, ArrayTree, Array], tuple[ArrayTree, TimeStep]]
     render: Callable[[ArrayTree], np.ndarray] | None = None
-    observe: Callable[[ArrayTree], Array] = lambda observation: observation
+    observe: Callable[[ArrayTree], ArrayTree] = lambda observation: observation
 
 
 class HostStep(NamedTuple):
@@ -200,9 +205,9 @@ class HostEnvironment(NamedTuple):
     spec: Spec
     make_pool: Callable[[Sequence[int], int], Pool]
     transfer_spec: ArrayTree
-    decode_observation: Callable[[ArrayTree, Array], Array]
+    decode_observation: Callable[[ArrayTree, ArrayTree], ArrayTree]
     make_renderable: Callable[[int], RenderablePool] | None = None
-    observe: Callable[[ArrayTree], Array] = lambda observation: observation
+    observe: Callable[[ArrayTree], ArrayTree] = lambda observation: observation
 
 
 class Devices(NamedTuple):

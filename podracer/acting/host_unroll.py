@@ -117,12 +117,12 @@ def check_transfer(arrival: TimeStep, expected: TimeStep) -> None:
 
 def host_start(env: HostEnvironment, agent: Agent, env_ids: Array, arrival: TimeStep) -> ActorState:
     """The state after a pool's reset: initial carry, and no previous observation."""
-    spec = env.spec.observation
-    nothing = jnp.zeros((env_ids.shape[0], *spec.shape), spec.dtype)
+    batch, spec = env_ids.shape[0], env.spec.observation
+    nothing = jax.tree.map(lambda x: jnp.zeros((batch, *x.shape), x.dtype), spec)
     return ActorState(env_ids, host_arrive(env, nothing, arrival), agent.carry(env_ids))
 
 
-def host_arrive(env: HostEnvironment, previous: Array, arrival: TimeStep) -> TimeStep:
+def host_arrive(env: HostEnvironment, previous: ArrayTree, arrival: TimeStep) -> TimeStep:
     """The arrival with its observation decoded, given the observations ``[B, ...]`` before it."""
     return arrival.replace(observation=env.decode_observation(arrival.observation, previous))
 
@@ -151,7 +151,8 @@ def make_host_unroll(
         return unroll, spaces.to_environment(action, env.spec.action)
 
     def arrive(past: Trajectory, t: Array | int, arrival: TimeStep) -> TimeStep:
-        return host_arrive(env, past.timestep.observation[t], arrival)
+        previous = jax.tree.map(lambda x: x[t], past.timestep.observation)
+        return host_arrive(env, previous, arrival)
 
     def act(weights: Weights, unroll: UnrollState, arrival: TimeStep) -> tuple[UnrollState, Array]:
         past, t = unroll.trajectory, unroll.t + 1

@@ -11,6 +11,7 @@ from podracer.envs import spaces
 from podracer.types import (
     Agent,
     Array,
+    ArrayTree,
     Carry,
     Discrete,
     Environment,
@@ -36,15 +37,34 @@ def _check_weights(agent: Agent, weights: Weights) -> None:
             )
 
 
-def _observe(env: Environment | HostEnvironment, observation: Array) -> Array:
+def _describe(tree: ArrayTree) -> Any:
+    """Dtypes and shapes in words, in a dictionary for a dictionary."""
+    if isinstance(tree, dict):
+        return {key: _describe(x) for key, x in tree.items()}
+    return f"{tree.dtype}{list(tree.shape)}"
+
+
+def _is_like(x: ArrayTree, spec: ArrayTree) -> bool:
+    """Whether an observation is one of this shape and dtype, or can be cast to it."""
+    if isinstance(x, dict) or isinstance(spec, dict):
+        return (
+            isinstance(x, dict)
+            and isinstance(spec, dict)
+            and x.keys() == spec.keys()
+            and all(_is_like(x[key], spec[key]) for key in spec)
+        )
+    return x.shape == spec.shape and np.can_cast(x.dtype, spec.dtype, "same_kind")
+
+
+def _observe(env: Environment | HostEnvironment, observation: ArrayTree) -> ArrayTree:
     """An observation as agents see it; raises ``ValueError`` if it is not the environment's."""
     spec, seen = env.spec.observation, env.observe(observation)
-    if seen.shape != spec.shape or not np.can_cast(seen.dtype, spec.dtype, "same_kind"):
+    if not _is_like(seen, spec):
         raise ValueError(
-            f"an observation {observation.dtype}{list(observation.shape)} becomes {seen.dtype}"
-            f"{list(seen.shape)} for the agent, which expects {spec.dtype}{list(spec.shape)}"
+            f"an observation {_describe(observation)} becomes {_describe(seen)} for the agent, "
+            f"which expects {_describe(spec)}"
         )
-    return seen.astype(spec.dtype)
+    return jax.tree.map(lambda x, s: x.astype(s.dtype), seen, spec)
 
 
 class Policy:
@@ -96,9 +116,8 @@ class Policy:
         def act(
             weights: Weights, carry: Carry, key: Array, count: Array, first: Array, observation: Any
         ) -> tuple[Carry, Array]:
-            timestep = TimeStep(
-                _observe(env, observation)[None], jnp.zeros(1), jnp.ones(1), first[None]
-            )
+            seen = jax.tree.map(lambda x: x[None], _observe(env, observation))
+            timestep = TimeStep(seen, jnp.zeros(1), jnp.ones(1), first[None])
             env_ids = jnp.zeros(1, jnp.int32)
             keys = env_keys(jax.random.fold_in(key, count), env_ids, 1)[0]
             carry, action, _ = agent.act(weights, carry, timestep, keys, greedy=greedy)
@@ -115,7 +134,8 @@ class Policy:
         """Chooses the next action.
 
         Args:
-          observation: a number or an array, as the environment itself returns it.
+          observation: a number, an array or a dictionary of them, as the environment itself
+            returns it.
 
         Returns:
           An ``int`` for a Discrete action space, a float32 numpy array of the space's shape for a
@@ -124,7 +144,11 @@ class Policy:
         Raises:
           ValueError: the observation has another shape or kind than the environment's.
         """
-        inputs = (np.uint32(self._count % 2**32), np.bool_(self._first), np.asarray(observation))
+        # Lists of numbers are arrays, too.
+        observation = jax.tree.map(
+            np.asarray, observation, is_leaf=lambda x: not isinstance(x, dict)
+        )
+        inputs = (np.uint32(self._count % 2**32), np.bool_(self._first), observation)
         self._carry, action = self._act(self._weights, self._carry, self._key, *inputs)
         self._first = False
         self._count += 1

@@ -1,10 +1,13 @@
 """Acting in environments written in JAX: a ``Trajectory`` as one scan over time."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from podracer.acting.statistics import Episode, EpisodeSums, sum_finished, track
+from podracer.nets import masks
 from podracer.types import (
     Agent,
     Array,
@@ -50,11 +53,12 @@ def reset(env: Environment, agent: Agent, key: Array, env_ids: Array) -> Rollout
     return RolloutState(env_ids, env_state, timestep, agent.carry(env_ids), Episode(zeros, zeros))
 
 
-def random_actions(spec: Spec, keys: Array) -> Array:
-    """Uniformly random actions ``[B, ...]``, one for each key ``[B]``."""
+def random_actions(spec: Spec, observation: ArrayTree, keys: Array) -> Array:
+    """Uniformly random legal actions ``[B, ...]``, for observations and keys ``[B, ...]``."""
     action = spec.action
     if isinstance(action, Discrete):
-        return jax.vmap(lambda key: jax.random.randint(key, (), 0, action.num_actions))(keys)
+        choose = partial(masks.random_action, num_actions=action.num_actions)
+        return jax.vmap(choose)(keys, masks.legal(observation))
     return jax.vmap(lambda key: jax.random.uniform(key, action.shape, minval=-1, maxval=1))(keys)
 
 
@@ -69,7 +73,7 @@ def stagger(env: Environment, state: RolloutState, key: Array, most: int) -> Rol
 
     def advance(i: Array, state: RolloutState) -> RolloutState:
         act_key, env_key = env_keys(jax.random.fold_in(key, i), state.env_id, 2)
-        action = random_actions(env.spec, act_key)
+        action = random_actions(env.spec, state.timestep.observation, act_key)
         env_state, timestep = jax.vmap(env.step)(env_key, state.env_state, action)
         episode, _, _ = track(state.episode, timestep)
         new = (env_state, timestep, episode)

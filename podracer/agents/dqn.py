@@ -75,7 +75,7 @@ class Batch(struct.PyTreeNode):
       importance: the items' weights.
     """
 
-    observation: Array
+    observation: ArrayTree
     action: Array
     target: returns.NStep
     importance: Array
@@ -101,9 +101,9 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
     network = make_q_network(spec, settings.network, dueling=config.dueling)
     init, carry, act = q_learning.make_functions(spec, settings, config, network)
 
-    def values(params: Params, observation: Array) -> Array:
+    def values(params: Params, observation: ArrayTree) -> Array:
         """Values ``[T, B, actions]`` of observations ``[T, B, ...]``."""
-        nothing = jnp.zeros(observation.shape[:2], bool)
+        nothing = jnp.zeros(jax.tree.leaves(observation)[0].shape[:2], bool)
         return network.apply(params, (), observation, nothing, None)[1]
 
     def read(train_state: TrainState, window: Window) -> Batch:
@@ -113,10 +113,9 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
         target = returns.n_step(timestep, config.n_step, settings.discount)
         target = jax.tree.map(lambda x: x[0], target)
         observation = window.observe(jnp.stack([jnp.zeros_like(target.steps), target.steps], 1))
+        observation = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), observation)
         observation = normalization.normalize_observation(stats, observation)
-        return Batch(
-            jnp.swapaxes(observation, 0, 1), window.action[:, 0], target, window.importance
-        )
+        return Batch(observation, window.action[:, 0], target, window.importance)
 
     def loss(
         params: Params, train_state: TrainState, batch: Batch, key: Array
@@ -124,7 +123,8 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
         del key
         target = batch.target
         q_now, q_later = values(params, batch.observation)
-        q_target = values(train_state.target, batch.observation[1:])[0]
+        later = jax.tree.map(lambda x: x[1:], batch.observation)
+        q_target = values(train_state.target, later)[0]
         chosen = (q_later if config.double else q_target).argmax(-1)
         value = target.reward + target.discount * q_learning.select(q_target, chosen)
         q = q_learning.select(q_now, batch.action)

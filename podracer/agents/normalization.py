@@ -9,7 +9,16 @@ from flax import struct
 
 from podracer.agents import returns
 from podracer.agents.settings import Settings
-from podracer.types import Array, Reduce, Spec, TimeStep, TrainState, Trajectory
+from podracer.nets import masks
+from podracer.types import (
+    Array,
+    ArrayTree,
+    Reduce,
+    Spec,
+    TimeStep,
+    TrainState,
+    Trajectory,
+)
 
 # BatchPPO (https://arxiv.org/abs/1709.02878) clips normalised observations at 5, rewards at 10.
 OBSERVATION_CLIP = 5.0
@@ -22,21 +31,25 @@ class Moments(struct.PyTreeNode):
     Attributes:
       count: ``[]`` float32, the number of *batches*. All batches of a run have the same size and
         therefore the same weight, so that samples need not be counted or merged over devices.
-      mean: ``[*shape]``.
-      variance: ``[*shape]``.
+      mean: ``[*shape]``, or a tree of arrays for observations that are one.
+      variance: as ``mean``.
     """
 
     count: Array
-    mean: Array
-    variance: Array
+    mean: ArrayTree
+    variance: ArrayTree
 
 
-def init(shape: tuple[int, ...]) -> Moments:
-    """Moments before the first batch: mean 0 and variance 1."""
-    return Moments(jnp.zeros(()), jnp.zeros(shape), jnp.ones(shape))
+def init(shapes: ArrayTree) -> Moments:
+    """Moments of arrays of these shapes before the first batch: mean 0 and variance 1."""
+    mean, variance = (
+        jax.tree.map(lambda x, value=value: jnp.full(x.shape, value), shapes)
+        for value in (0.0, 1.0)
+    )
+    return Moments(jnp.zeros(()), mean, variance)
 
 
-def update(moments: Moments, batch: Array, all_mean: Reduce) -> Moments:
+def update(moments: Moments, batch: ArrayTree, all_mean: Reduce) -> Moments:
     """Merges the batches of all devices into the moments.
 
     The pairwise update of Chan, Golub and LeVeque (1979). The batch's own mean is computed first,
@@ -48,22 +61,36 @@ def update(moments: Moments, batch: Array, all_mean: Reduce) -> Moments:
       batch: ``[..., *shape]``, this device's batch, of the same size on every device.
       all_mean: the mean of a tree over devices.
     """
-    axes = tuple(range(batch.ndim - moments.mean.ndim))
-    batch = batch.astype(jnp.float32)
-    mean = all_mean(batch.mean(axes))
-    variance = all_mean(((batch - mean) ** 2).mean(axes))
-    weight, shift = 1 / (moments.count + 1), mean - moments.mean
+
+    def average(x: Array, past: Array) -> Array:
+        return x.mean(tuple(range(x.ndim - past.ndim)))
+
+    batch = jax.tree.map(lambda x: x.astype(jnp.float32), batch)
+    mean = all_mean(jax.tree.map(average, batch, moments.mean))
+    squares = jax.tree.map(lambda x, mean: (x - mean) ** 2, batch, mean)
+    variance = all_mean(jax.tree.map(average, squares, moments.mean))
+    weight = 1 / (moments.count + 1)
+    shift = jax.tree.map(lambda mean, past: mean - past, mean, moments.mean)
     return Moments(
         moments.count + 1,
-        moments.mean + weight * shift,
-        (1 - weight) * (moments.variance + weight * shift**2) + weight * variance,
+        jax.tree.map(lambda past, shift: past + weight * shift, moments.mean, shift),
+        jax.tree.map(
+            lambda past, shift, new: (1 - weight) * (past + weight * shift**2) + weight * new,
+            moments.variance,
+            shift,
+            variance,
+        ),
     )
 
 
-def standardize(moments: Moments, x: Array, clip: float) -> Array:
+def standardize(moments: Moments, x: ArrayTree, clip: float) -> ArrayTree:
     """(x - mean) / standard deviation, clipped to [-clip, clip]."""
-    scale = jnp.sqrt(moments.variance + 1e-8)
-    return jnp.clip((x.astype(jnp.float32) - moments.mean) / scale, -clip, clip)
+
+    def one(x: Array, mean: Array, variance: Array) -> Array:
+        scale = jnp.sqrt(variance + 1e-8)
+        return jnp.clip((x.astype(jnp.float32) - mean) / scale, -clip, clip)
+
+    return jax.tree.map(one, x, moments.mean, moments.variance)
 
 
 def rescale(moments: Moments, x: Array, clip: float) -> Array:
@@ -71,11 +98,16 @@ def rescale(moments: Moments, x: Array, clip: float) -> Array:
     return jnp.clip(x / jnp.sqrt(moments.variance + 1e-8), -clip, clip)
 
 
+def _numbers(observation: ArrayTree) -> ArrayTree:
+    """What is normalised of an observation: everything but its action mask."""
+    return masks.split(observation)[0]
+
+
 def init_stats(spec: Spec, settings: Settings) -> dict[str, Any]:
     """The statistics of an agent: the moments of what is normalised, else ``()``."""
     return {
-        "observation": init(spec.observation.shape) if settings.normalize_observations else (),
-        "reward": init(()) if settings.normalize_rewards else (),
+        "observation": init(_numbers(spec.observation)) if settings.normalize_observations else (),
+        "reward": init(jax.ShapeDtypeStruct((), jnp.float32)) if settings.normalize_rewards else (),
     }
 
 
@@ -96,10 +128,14 @@ def add_reward(
     return total
 
 
-def normalize_observation(stats: dict[str, Any], observation: Array) -> Array:
+def normalize_observation(stats: dict[str, Any], observation: ArrayTree) -> ArrayTree:
     """Observations as networks receive them."""
     moments = stats["observation"]
-    return standardize(moments, observation, OBSERVATION_CLIP) if moments else observation
+    if not moments:
+        return observation
+    normal = standardize(moments, _numbers(observation), OBSERVATION_CLIP)
+    # An action mask remains as it is.
+    return {**observation, **normal} if isinstance(observation, dict) else normal
 
 
 def normalize_reward(stats: dict[str, Any], reward: Array) -> Array:
@@ -123,7 +159,8 @@ def make_update_stats(
     def update_stats(train_state: TrainState, trajectory: Trajectory) -> dict[str, Any]:
         stats, timestep = dict(train_state.weights.stats), trajectory.timestep
         if stats["observation"]:
-            stats["observation"] = update(stats["observation"], timestep.observation[:-1], all_mean)
+            observation = jax.tree.map(lambda x: x[:-1], _numbers(timestep.observation))
+            stats["observation"] = update(stats["observation"], observation, all_mean)
         if stats["reward"]:
             # The arrival at t = 0 is the last one of the previous unroll, which did not count it.
             past = jax.tree.map(lambda x: x[:-1], timestep)

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 import rlax
 from flax import struct
@@ -80,7 +81,7 @@ class Config:
 class Sample(struct.PyTreeNode):
     """What the loss reads, ``[items, T, ...]`` each; see ``returns.Targets`` for the targets."""
 
-    observation: Array
+    observation: ArrayTree
     first: Array
     action: Array
     log_prob: Array
@@ -140,6 +141,7 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
         weights, carry = train_state.weights, trajectory.carry.network
         trajectory, stats = preprocess(train_state, trajectory)
         timestep = trajectory.timestep
+        past = jax.tree.map(lambda x: x[:-1], timestep)
         # Values are computed here in one large batch, so that acting does not need them.
         _, _, values = network.apply(weights.params, carry, timestep.observation, timestep.first)
         target = returns.gae(
@@ -149,8 +151,8 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
             advantage = _normalize(target.advantage, target.valid, devices.mean)
             target = target._replace(advantage=advantage)
         sample = Sample(
-            timestep.observation[:-1],
-            timestep.first[:-1],
+            past.observation,
+            past.first,
             trajectory.action,
             trajectory.extras["log_prob"],
             values[:-1],

@@ -12,6 +12,7 @@ from flax import struct
 from podracer.agents import normalization
 from podracer.agents.settings import Settings
 from podracer.errors import ConfigError
+from podracer.nets import masks
 from podracer.nets.q_network import QNetwork
 from podracer.types import Array, ArrayTree, Carry, Params, Spec, TimeStep, Weights
 
@@ -105,12 +106,11 @@ def make_functions(
     ) -> tuple[QCarry, Array, dict[str, Array]]:
         # Networks take [T, B, ...]: here T = 1.
         extra = None if inputs is None else inputs(weights.stats, carry.action, timestep)[None]
-        observation = normalization.normalize_observation(weights.stats, timestep.observation)
-        memory, q = network.apply(
-            weights.params, carry.memory, observation[None], timestep.first[None], extra
-        )
+        now = jax.tree.map(lambda x: x[None], timestep)
+        observation = normalization.normalize_observation(weights.stats, now.observation)
+        memory, q = network.apply(weights.params, carry.memory, observation, now.first, extra)
         epsilon = config.evaluation_epsilon if greedy else carry.epsilon
-        action = choose(q[0], epsilon, keys)
+        action = choose(q[0], epsilon, keys, masks.legal(timestep.observation))
         new = QCarry(
             memory,
             () if inputs is None else action,
@@ -128,15 +128,22 @@ def epsilons(config: QLearningConfig, num_envs: int, env_ids: Array) -> Array:
     return config.epsilon ** (1 + config.epsilon_alpha * place)
 
 
-def choose(q: Array, epsilon: Array | float, keys: Array) -> Array:
-    """Epsilon-greedy actions: values ``[B, actions]`` and keys ``[B]`` -> ``[B]`` int32."""
+def choose(q: Array, epsilon: Array | float, keys: Array, legal: Array | None = None) -> Array:
+    """Epsilon-greedy actions ``[B]`` int32.
 
-    def one(q: Array, epsilon: Array, key: Array) -> Array:
+    Args:
+      q: ``[B, actions]``, values, the lowest ones for illegal actions.
+      epsilon: ``[B]`` or ``[]``, the probability of a random legal action.
+      keys: ``[B]``, random keys.
+      legal: ``[B, actions]`` bool, see ``masks.legal``.
+    """
+
+    def one(q: Array, epsilon: Array, key: Array, legal: Array | None) -> Array:
         explore_key, action_key = jax.random.split(key)
-        random = jax.random.randint(action_key, (), 0, q.shape[-1])
+        random = masks.random_action(action_key, legal, q.shape[-1])
         return jnp.where(jax.random.uniform(explore_key) < epsilon, random, q.argmax(-1))
 
-    return jax.vmap(one)(q, jnp.broadcast_to(epsilon, q.shape[:1]), keys)
+    return jax.vmap(one)(q, jnp.broadcast_to(epsilon, q.shape[:1]), keys, legal)
 
 
 def select(q: Array, action: Array) -> Array:

@@ -3,7 +3,8 @@
 ``counting`` reveals mix-ups of resets, steps and the batch axis, without any learning (after
 the dummy environment of danijar/embodied). The other environments are probes: their values can be
 computed by hand, and each adds one thing that an agent must get right (after Andy Jones,
-https://andyljones.com/posts/rl-debugging.html).
+https://andyljones.com/posts/rl-debugging.html). Those that observe dictionaries are in
+``envs/bandits.py``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from podracer.envs import bandits
+from podracer.envs.bandits import Bandit
 from podracer.errors import ConfigError, check_kwargs, unknown
 from podracer.types import (
     Array,
@@ -199,22 +202,28 @@ def memory(length: int = 3, continuous: bool = False) -> Environment:
     )
 
 
-ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
+BANDITS: dict[str, Callable[..., Bandit]] = {f.__name__: f for f in (bandits.parts, bandits.masked)}
+PROBES: dict[str, Callable[..., Environment]] = {
     f.__name__: f for f in (counting, one, sign, delayed, choice, memory)
 }
+ENVIRONMENTS: dict[str, Callable[..., Environment | Bandit]] = {**PROBES, **BANDITS}
+HOST_ENVIRONMENTS = ("counting", *BANDITS)
 
 
 def make_host(
     name: str, kwargs: Mapping[str, Any], params: Mapping[str, Any], *, newest_frame: bool = False
 ) -> HostEnvironment:
-    """The counting environment on the host; ``kwargs`` are its arguments."""
-    if name != "counting":
-        raise unknown("dummy host environment", name, ("counting",))
+    """One of ``HOST_ENVIRONMENTS``; ``kwargs`` are its arguments."""
+    if name not in HOST_ENVIRONMENTS:
+        raise unknown("dummy host environment", name, HOST_ENVIRONMENTS)
     if params or newest_frame:
         raise ConfigError(
             f"dummy:{name} has no env_params and no frames for sebulba.newest_frame; its arguments "
             "are env_kwargs"
         )
+    if name in BANDITS:
+        check_kwargs(f"dummy:{name}", BANDITS[name], kwargs)
+        return bandits.make_host(BANDITS[name](**kwargs))
     check_kwargs(f"dummy:{name}", CountingPool, {"seeds": (), **kwargs})
     spec = _spec((2,), continuous=False)
 
@@ -234,4 +243,5 @@ def make(name: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Env
             f"dummy:{name} has no env_params, got {dict(params)}; its arguments are env_kwargs"
         )
     check_kwargs(f"dummy:{name}", ENVIRONMENTS[name], kwargs)
-    return ENVIRONMENTS[name](**kwargs)
+    made = ENVIRONMENTS[name](**kwargs)
+    return bandits.make(made) if isinstance(made, Bandit) else made

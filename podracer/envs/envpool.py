@@ -23,7 +23,7 @@ import numpy as np
 
 from podracer.envs import spaces
 from podracer.errors import ConfigError, missing_extra, unknown
-from podracer.types import Array, HostEnvironment, HostStep, TimeStep
+from podracer.types import Array, ArrayTree, HostEnvironment, HostStep, TimeStep
 
 # Options of envpool that podracer sets, and the config keys that determine them.
 OWN_OPTIONS = {
@@ -92,7 +92,7 @@ class EnvPool:
 
     def _arrive(
         self,
-        observation: np.ndarray,
+        observation: ArrayTree,
         reward: np.ndarray,
         terminated: np.ndarray,
         truncated: np.ndarray,
@@ -158,7 +158,7 @@ def _channels_first(spec: Any) -> bool:
     Procgen has an option for it. Atari, ViZDoom (options img_*) and MuJoCo's pixels (render_*) are
     channels first; Football and CarRacing, which have neither, are channels last.
     """
-    if not spaces.is_image(spec.gymnasium_observation_space):
+    if not spaces.images(spec.gymnasium_observation_space):
         return False
     config = spec.config
     scaled = hasattr(config, "img_height") or hasattr(config, "render_height")
@@ -180,6 +180,12 @@ def _check_options(
         )
 
 
+def _check_players(name: str, players: int) -> None:
+    # envpool returns an observation for each of them.
+    if players > 1:
+        raise ConfigError(f"envpool:{name} is a game of {players} players; agents play alone")
+
+
 def make(
     name: str, kwargs: Mapping[str, Any], params: Mapping[str, Any], *, newest_frame: bool = False
 ) -> HostEnvironment:
@@ -192,8 +198,8 @@ def make(
       newest_frame: transfer only the newest of the stacked frames, and stack them on the device.
 
     Raises:
-      ConfigError: no such environment or option, a space that agents can't act in or observe, or
-        envpool or a library that it needs is not installed.
+      ConfigError: no such environment or option, a space that agents can't act in or observe,
+        several players, or envpool or a library that it needs is not installed.
     """
     envpool = _import()
     known = envpool.list_all_envs()
@@ -212,6 +218,7 @@ def make(
         options = set(envpool.make_spec(name).config._fields) - set(OWN_OPTIONS)
         _check_options(name, kwargs, options, newest_frame)
         spec = envpool.make_spec(name, **kwargs)
+        _check_players(name, spec.config.max_num_players)
         pool([0], 1).close()
     except (ImportError, TypeError, ValueError, RuntimeError) as error:
         if isinstance(error, ConfigError):
@@ -230,7 +237,7 @@ def make(
     )
     # Of coloured frames, the last axis holds several channels each.
     frames = getattr(spec.config, "stack_num", 1)
-    if env.spec.observation.shape[-1:] != (frames,):
+    if getattr(env.spec.observation, "shape", ())[-1:] != (frames,):
         frames = 1
     env = env._replace(make_renderable=drawn, spec=env.spec._replace(frames=frames))
     return _newest(env, f"envpool:{name}", spec.config.stack_num) if newest_frame else env

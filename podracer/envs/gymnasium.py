@@ -18,7 +18,7 @@ import numpy as np
 
 from podracer.envs import spaces
 from podracer.errors import ConfigError, unknown
-from podracer.types import HostEnvironment, HostStep, TimeStep
+from podracer.types import ArrayTree, HostEnvironment, HostStep, TimeStep
 
 # The axis of an image's channels, as env_params.channels specifies it.
 CHANNELS = ("first", "last")
@@ -84,7 +84,7 @@ class VectorPool:
 
     def _arrive(
         self,
-        observation: np.ndarray,
+        observation: ArrayTree,
         reward: np.ndarray,
         terminated: np.ndarray,
         truncated: np.ndarray,
@@ -118,16 +118,17 @@ def _channels_first(name: str, space: Any, params: Mapping[str, Any]) -> bool:
       ConfigError: env_params.channels is impossible, or is missing although the shape suggests that
         the environment breaks the convention.
     """
-    channels = params.get("channels")
+    channels, images = params.get("channels"), spaces.images(space)
     if channels is None:
-        if spaces.is_image(space) and space.shape[0] < space.shape[2]:
-            raise ConfigError(
-                f"gymnasium:{name} observes images of shape {space.shape}; if these are [channels, "
-                "height, width], set config.env_params.channels=first, and if they are [height, "
-                "width, channels], set config.env_params.channels=last"
-            )
+        for image in images:
+            if image.shape[0] < image.shape[2]:
+                raise ConfigError(
+                    f"gymnasium:{name} observes images of shape {image.shape}; if these are "
+                    "[channels, height, width], set config.env_params.channels=first, and if they "
+                    "are [height, width, channels], set config.env_params.channels=last"
+                )
         return False
-    if channels not in CHANNELS or not spaces.is_image(space):
+    if channels not in CHANNELS or not images:
         raise ConfigError(
             f"env_params.channels={channels!r} must be first or last, and is for uint8 images of "
             f"three axes; gymnasium:{name} observes {space}"

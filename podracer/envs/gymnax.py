@@ -157,6 +157,15 @@ def _plot(env: Any, name: str, params: Any, state: ArrayTree) -> np.ndarray:
     return np.asarray(canvas.buffer_rgba())[..., :3]
 
 
+def _one_hot(space: Any, observation: ArrayTree) -> ArrayTree:
+    """Integers in [0, n) become one-hot: they are not quantities."""
+    if isinstance(observation, dict):
+        inner = getattr(space, "spaces", {})
+        return {key: _one_hot(inner.get(key), x) for key, x in observation.items()}
+    classes = getattr(space, "n", None)
+    return observation if classes is None else jax.nn.one_hot(observation, classes)
+
+
 def adapt(env: Any, name: str, changes: Mapping[str, Any]) -> Environment:
     """Converts a gymnax environment to an ``Environment``.
 
@@ -178,11 +187,10 @@ def adapt(env: Any, name: str, changes: Mapping[str, Any]) -> Environment:
             raise ConfigError(f"env_params.{key} of {name} is {default!r}, got {value!r}")
     params = defaults.replace(**changes)
     action = spaces.action_space(env.action_space(params), name)
-    # An integer in [0, n) becomes one-hot: it is not a quantity.
-    classes = getattr(env.observation_space(params), "n", None)
+    space = env.observation_space(params)
 
-    def observe(observation: ArrayTree) -> Array:
-        return observation if classes is None else jax.nn.one_hot(observation, classes)
+    def observe(observation: ArrayTree) -> ArrayTree:
+        return _one_hot(space, observation)
 
     def reset(key: Array) -> tuple[GymnaxState, TimeStep]:
         observation, state = env.reset_env(key, params)
@@ -210,10 +218,10 @@ def adapt(env: Any, name: str, changes: Mapping[str, Any]) -> Environment:
         return GymnaxState(env_state, truncated), timestep
 
     _, example = jax.eval_shape(reset, jax.random.key(0))
-    if not isinstance(example.observation, jax.ShapeDtypeStruct):
+    if not isinstance(example.observation, jax.ShapeDtypeStruct | dict):
         raise ConfigError(
-            f"{name} observes {type(example.observation).__name__}, a structure of arrays; "
-            "networks take a single array"
+            f"{name} observes a {type(example.observation).__name__}; agents observe an array or a "
+            "dictionary of arrays"
         )
     render = _make_render(env, name, params)
     return Environment(Spec(example.observation, action), reset, step, render, observe)

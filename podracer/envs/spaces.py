@@ -1,6 +1,7 @@
 """Conversion of observations and actions between environments and agents."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,7 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from podracer.errors import ConfigError
-from podracer.types import Array, Box, Discrete, HostEnvironment, Pool, Spec
+from podracer.types import (
+    ACTION_MASK,
+    Array,
+    ArrayTree,
+    Box,
+    Discrete,
+    HostEnvironment,
+    Pool,
+    Spec,
+)
 
 
 def _is_discrete(space: Any) -> bool:
@@ -63,15 +73,47 @@ def to_environment(action: Array, space: Discrete | Box) -> Array:
     return to_box(action, space) if isinstance(space, Box) else action
 
 
+def _transfer_dtype(dtype: Any) -> Any:
+    return np.uint8 if dtype == np.uint8 else np.float32
+
+
 def to_transfer_dtype(observation: Any) -> Any:
     """An observation as it is transferred to the device: uint8 stays, all else is float32."""
-    dtype = np.uint8 if observation.dtype == np.uint8 else np.float32
-    return observation.astype(dtype, copy=False)
+    return jax.tree.map(lambda x: x.astype(_transfer_dtype(x.dtype), copy=False), observation)
 
 
-def is_image(space: Any) -> bool:
-    """Whether a Gymnasium space holds images: uint8 arrays with three axes."""
-    return getattr(space, "dtype", None) == np.uint8 and len(space.shape) == 3
+def as_tree(space: Any) -> Any:
+    """A Gymnasium space as a tree whose leaves are spaces: a dictionary for a Dict."""
+    inner = getattr(space, "spaces", None)
+    if not isinstance(inner, Mapping):
+        return space
+    return {key: as_tree(part) for key, part in inner.items()}
+
+
+def images(space: Any) -> list[Any]:
+    """The spaces of images in a Gymnasium space: uint8 arrays with three axes."""
+    leaves = jax.tree.leaves(as_tree(space))
+    return [x for x in leaves if getattr(x, "dtype", None) == np.uint8 and len(x.shape) == 3]
+
+
+def _transfer_spec(name: str, space: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of what is transferred of a space that is no Dict."""
+    if not (hasattr(space, "low") or hasattr(space, "n")):
+        raise ConfigError(
+            f"{name} observes {space}; agents observe Box, Discrete and MultiBinary spaces, and "
+            "Dict spaces of these"
+        )
+    return jax.ShapeDtypeStruct(space.shape, _transfer_dtype(space.dtype))
+
+
+def _decoder(space: Any, *, channels_first: bool) -> Callable[[Array], Array]:
+    """From what is transferred of a space that is no Dict, ``[B, ...]``, to what agents see."""
+    if _is_discrete(space):
+        classes, start = int(space.n), int(getattr(space, "start", 0))
+        return lambda x: jax.nn.one_hot(x.astype(jnp.int32) - start, classes)
+    if channels_first and images(space):
+        return lambda x: jnp.moveaxis(x, 1, -1)
+    return lambda x: x
 
 
 def host_environment(
@@ -84,44 +126,31 @@ def host_environment(
 ) -> HostEnvironment:
     """A host environment from its Gymnasium spaces.
 
-    An integer of a Discrete space becomes one-hot: it is not a quantity.
+    An integer of a Discrete space becomes one-hot: it is not a quantity. Numbers of an action mask
+    become bool.
 
     Args:
       name: name of the environment, for errors.
       observation: Gymnasium's space.
       action: Gymnasium's space.
       make: see ``types.HostEnvironment``.
-      channels_first: the observations are images ``[C, H, W]``, which the device turns into
-        ``[H, W, C]``.
+      channels_first: images are ``[C, H, W]``, which the device turns into ``[H, W, C]``.
 
     Raises:
       ConfigError: a space that agents can't observe or act in.
     """
-    actions = action_space(action, name)
+    tree = as_tree(observation)
+    transfer_spec = jax.tree.map(partial(_transfer_spec, name), tree)
+    decoders = jax.tree.map(partial(_decoder, channels_first=channels_first), tree)
+    if isinstance(decoders, dict) and ACTION_MASK in decoders:
+        decoders[ACTION_MASK] = lambda x: x != 0
 
-    def environment(
-        transfer_spec: jax.ShapeDtypeStruct, decode: Callable[[Array], Array]
-    ) -> HostEnvironment:
-        """``decode``: observations as transferred, ``[B, ...]``, to those that agents see."""
+    def decode(transferred: ArrayTree) -> ArrayTree:
+        return jax.tree.map(lambda one, x: one(x), decoders, transferred)
 
-        def observe(observation: Array) -> Array:
-            return decode(to_transfer_dtype(observation)[None])[0]
+    def observe(observation: ArrayTree) -> ArrayTree:
+        batch = jax.tree.map(lambda x: x[None], to_transfer_dtype(observation))
+        return jax.tree.map(lambda x: x[0], decode(batch))
 
-        spec = Spec(jax.eval_shape(observe, transfer_spec), actions)
-        return HostEnvironment(spec, make, transfer_spec, lambda x, _: decode(x), observe=observe)
-
-    if _is_discrete(observation):
-        classes, start = int(observation.n), int(getattr(observation, "start", 0))
-        return environment(
-            jax.ShapeDtypeStruct((), jnp.float32),
-            lambda x: jax.nn.one_hot(x.astype(jnp.int32) - start, classes),
-        )
-    if not hasattr(observation, "low"):
-        raise ConfigError(
-            f"{name} observes {observation}; networks take a single array, of a Box or Discrete"
-        )
-    dtype = jnp.uint8 if observation.dtype == np.uint8 else jnp.float32
-    transfer_spec = jax.ShapeDtypeStruct(observation.shape, dtype)
-    if channels_first:
-        return environment(transfer_spec, lambda x: jnp.moveaxis(x, 1, -1))
-    return environment(transfer_spec, lambda x: x)
+    spec = Spec(jax.eval_shape(observe, transfer_spec), action_space(action, name))
+    return HostEnvironment(spec, make, transfer_spec, lambda x, _: decode(x), observe=observe)

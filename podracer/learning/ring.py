@@ -62,7 +62,7 @@ class Window(NamedTuple):
     extras: ArrayTree
     carry: ArrayTree
     importance: Array
-    observe: Callable[[Array], Array]
+    observe: Callable[[Array], ArrayTree]
 
 
 class Item(NamedTuple):
@@ -179,7 +179,7 @@ class Ring(NamedTuple):
         start, steps = item * self.item.stride, state.steps
         slots = (start[:, None] + jnp.arange(self.item.length + 1)) % self.slots
 
-        def observe(offsets: Array) -> Array:
+        def observe(offsets: Array) -> ArrayTree:
             slots = (start[:, None] + jnp.atleast_2d(offsets)) % self.slots
             if self.frames > 1:
                 return self._stack(steps, env[:, None, None], slots[..., None])

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from flax import nnx
 
 from podracer.errors import ConfigError
-from podracer.nets import heads
+from podracer.nets import heads, masks
 from podracer.nets.network import DTYPES, Branch, NetworkConfig, as_functions, initial_carry
 from podracer.types import Array, ArrayTree, Carry, Discrete, Params, Spec
 
@@ -19,14 +19,15 @@ class Network(NamedTuple):
       initial_carry: ``(batch size) -> Carry``, the recurrent state at the start of an episode;
         ``()`` without a core.
       apply: ``(params, carry, observation [T, B, ...], first [T, B]) -> (carry, policy, value)``
-        with distribution parameters ``[T, B, ...]`` and values ``[T, B]``.
+        with distribution parameters ``[T, B, ...]`` and values ``[T, B]``. Illegal actions have a
+        probability of zero.
       distribution: makes a distribution from the policy's output.
       recurrent: whether there is a core, so that the network must be trained on whole sequences.
     """
 
     init: Callable[[Array], Params]
     initial_carry: Callable[[int], Carry]
-    apply: Callable[[Params, Carry, Array, Array], tuple[Carry, ArrayTree, Array]]
+    apply: Callable[[Params, Carry, ArrayTree, Array], tuple[Carry, ArrayTree, Array]]
     distribution: heads.Distribution
     recurrent: bool
 
@@ -44,14 +45,15 @@ class ActorCritic(nnx.Module):
         self.value = heads.ValueHead(size, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self, carry: Carry, observation: Array, first: Array
+        self, carry: Carry, observation: ArrayTree, first: Array
     ) -> tuple[Carry, ArrayTree, Array]:
         carries = list(carry) or [(), ()]
         carries[0], x = self.actor(carries[0], observation, first)
         y = x
         if self.critic is not None:
             carries[1], y = self.critic(carries[1], observation, first)
-        return (tuple(carries) if carry else ()), self.policy(x), self.value(y)
+        policy = masks.restrict(self.policy(x), observation)
+        return (tuple(carries) if carry else ()), policy, self.value(y)
 
 
 def make_network(spec: Spec, config: NetworkConfig) -> Network:
@@ -62,8 +64,8 @@ def make_network(spec: Spec, config: NetworkConfig) -> Network:
       config: settings of the network.
 
     Raises:
-      ConfigError: the torso can't take the observations, or a setting for continuous actions is
-        given where actions are discrete.
+      ConfigError: the torso can't take the observations, an action mask is not one, or a setting
+        for continuous actions is given where actions are discrete.
     """
     if isinstance(spec.action, Discrete) and config.initial_log_std != 0:
         raise ConfigError(

@@ -5,7 +5,8 @@ record of pure functions of a plain dictionary of arrays.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import jax
@@ -13,8 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from podracer.errors import ConfigError, unknown
-from podracer.nets import conv, mlp, recurrent, resnet
-from podracer.types import Array, Carry, Params, Spec
+from podracer.nets import conv, masks, mlp, recurrent, resnet
+from podracer.types import Array, ArrayTree, Carry, Params, Spec
 
 TORSOS = ("mlp", "pixels", *conv.LAYERS, "resnet")
 CORES = ("none", *recurrent.CELLS)
@@ -27,7 +28,9 @@ class NetworkConfig:
 
     Attributes:
       torso: "mlp", or for images [H, W, C] "minatar", "shallow", "nature", "resnet" or the tiny
-        "pixels".
+        "pixels". Of a dictionary of observations, "mlp" takes all of them, one after another in the
+        order of their names; the others take the one image, and the rest is appended to what they
+        return.
       hidden: sizes of the layers of an "mlp" or "pixels"; () passes the flat observation through.
       activation: activation of the hidden layers, except in "resnet", which always uses ReLU.
       core: the recurrent layer after the torso: "none", "gru" or "lstm".
@@ -71,8 +74,7 @@ class NetworkConfig:
             )
 
 
-def _torso(spec: Spec, config: NetworkConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
-    shape = spec.observation.shape
+def _torso(shape: tuple[int, ...], config: NetworkConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
     if config.torso == "mlp":
         return mlp.MLP(shape, config.hidden, config.activation, dtype=dtype, rngs=rngs)
     if config.torso == "pixels":
@@ -83,13 +85,46 @@ def _torso(spec: Spec, config: NetworkConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
     return conv.Conv(config.torso, shape, activation, dtype=dtype, rngs=rngs)
 
 
+def _image(torso: str, leaves: Sequence[jax.ShapeDtypeStruct]) -> int | None:
+    """The number of the leaf that goes through the torso alone; None if all go through it."""
+    if torso == "mlp":
+        return None
+    if len(leaves) == 1:
+        # The torso itself says which shape it needs.
+        return 0
+    images = [i for i, leaf in enumerate(leaves) if len(leaf.shape) == 3]
+    if len(images) != 1:
+        raise ConfigError(
+            f"network.torso={torso!r} takes one observation [height, width, channels], but this "
+            f"environment observes a dictionary with {len(images)} of them, of shapes "
+            f"{[leaf.shape for leaf in leaves]}; use torso='mlp'"
+        )
+    return images[0]
+
+
+def _concatenate(parts: Sequence[Array]) -> Array:
+    """Arrays ``[N, ...]``, flattened and side by side."""
+    return jnp.concatenate([x.reshape(x.shape[0], -1) for x in parts], -1)
+
+
 class Branch(nnx.Module):
-    """Observations ``[T, B, ...]`` -> features ``[T, B, out_size]``: a torso, then the core."""
+    """Observations ``[T, B, ...]`` -> features ``[T, B, out_size]``: a torso, then the core.
+
+    Observations are a single array or a dictionary, whose action mask is left out.
+    """
 
     def __init__(self, spec: Spec, config: NetworkConfig, extra: int = 0, *, rngs: nnx.Rngs):
         """``extra``: number of further features that are appended to those of the torso."""
+        masks.check(spec)
         self.dtype = DTYPES[config.dtype]
-        self.torso = _torso(spec, config, self.dtype, rngs)
+        leaves = jax.tree.leaves(masks.split(spec.observation)[0])
+        sizes = [prod(leaf.shape) for leaf in leaves]
+        self.image = _image(config.torso, leaves)
+        if self.image is None:
+            self.torso = _torso((sum(sizes),), config, self.dtype, rngs)
+        else:
+            self.torso = _torso(leaves[self.image].shape, config, self.dtype, rngs)
+            extra += sum(sizes) - sizes[self.image]
         size = self.torso.out_size + extra
         self.core = recurrent.make_core(
             config.core,
@@ -102,13 +137,23 @@ class Branch(nnx.Module):
         self.out_size = config.core_size if self.core else size
 
     def __call__(
-        self, carry: Carry, observation: Array, first: Array, extra: Array | None = None
+        self, carry: Carry, observation: ArrayTree, first: Array, extra: Array | None = None
     ) -> tuple[Carry, Array]:
         time, batch = first.shape
-        # The torso has no carry, so time is folded into the batch, which makes convolutions faster.
-        x = observation.reshape(time * batch, *observation.shape[2:])
-        x = x.astype(self.dtype) / 255 if x.dtype == jnp.uint8 else x.astype(self.dtype)
-        x = self.torso(x).reshape(time, batch, -1)
+
+        def fold(x: Array) -> Array:
+            # The torso has no carry, so time is folded into the batch, which makes convolutions
+            # faster.
+            x = x.reshape(time * batch, *x.shape[2:])
+            return x.astype(self.dtype) / 255 if x.dtype == jnp.uint8 else x.astype(self.dtype)
+
+        parts = [fold(x) for x in jax.tree.leaves(masks.split(observation)[0])]
+        if self.image is None:
+            x = self.torso(_concatenate(parts))
+        else:
+            image = parts.pop(self.image)
+            x = _concatenate([self.torso(image), *parts])
+        x = x.reshape(time, batch, -1)
         if extra is not None:
             x = jnp.concatenate([x, extra.astype(self.dtype)], -1)
         return (carry, x) if self.core is None else self.core(carry, x, first)

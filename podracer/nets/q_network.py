@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from podracer.errors import ConfigError
+from podracer.nets import masks
 from podracer.nets.mlp import linear
 from podracer.nets.network import DTYPES, Branch, NetworkConfig, as_functions, initial_carry
-from podracer.types import Array, Carry, Discrete, Params, Spec
+from podracer.types import Array, ArrayTree, Carry, Discrete, Params, Spec
 
 
 class QNetwork(NamedTuple):
@@ -20,17 +21,18 @@ class QNetwork(NamedTuple):
       initial_carry: ``(batch size) -> Carry``, the recurrent state at the start of an episode;
         ``()`` without a core.
       apply: ``(params, carry, observation [T, B, ...], first [T, B], extra [T, B, E] or None) ->
-        (carry, values [T, B, actions])``.
+        (carry, values [T, B, actions])``. Those of illegal actions are ``masks.ILLEGAL``, so they
+        are never the highest; sums or means over actions are of no use where there are masks.
     """
 
     init: Callable[[Array], Params]
     initial_carry: Callable[[int], Carry]
-    apply: Callable[[Params, Carry, Array, Array, Array | None], tuple[Carry, Array]]
+    apply: Callable[[Params, Carry, ArrayTree, Array, Array | None], tuple[Carry, Array]]
 
 
 class ActionValues(nnx.Module):
     """Values of all actions. A dueling network adds the state's value to the actions' advantages,
-    relative to their mean (https://arxiv.org/abs/1511.06581, equation 9)."""
+    relative to the mean of the legal ones (https://arxiv.org/abs/1511.06581, equation 9)."""
 
     def __init__(
         self,
@@ -48,14 +50,14 @@ class ActionValues(nnx.Module):
         self.value = linear(size, 1, 0.01, dtype=dtype, rngs=rngs) if dueling else None
 
     def __call__(
-        self, carry: Carry, observation: Array, first: Array, extra: Array | None
+        self, carry: Carry, observation: ArrayTree, first: Array, extra: Array | None
     ) -> tuple[Carry, Array]:
         carry, x = self.branch(carry, observation, first, extra)
         q = self.advantage(x).astype(jnp.float32)
         if self.value is not None:
             value = self.value(x).astype(jnp.float32)
-            q = value + q - q.mean(-1, keepdims=True)
-        return carry, q
+            q = value + q - q.mean(-1, keepdims=True, where=masks.legal(observation))
+        return carry, masks.restrict(q, observation)
 
 
 def make_q_network(spec: Spec, config: NetworkConfig, *, dueling: bool, extra: int = 0) -> QNetwork:
@@ -68,7 +70,8 @@ def make_q_network(spec: Spec, config: NetworkConfig, *, dueling: bool, extra: i
       extra: number of features that are given beside observations.
 
     Raises:
-      ConfigError: actions are continuous, or the torso can't take the observations.
+      ConfigError: actions are continuous, an action mask is not one, or the torso can't take the
+        observations.
     """
     if not isinstance(spec.action, Discrete):
         raise ConfigError(

@@ -26,8 +26,11 @@ def make_agent(config, env):
     policy = jax.tree.map(lambda x: 400 * x, weights.params["policy"])
     weights = weights.replace(params={**weights.params, "policy": policy})
     if config.normalize_observations:
-        batch = 0.1 + 0.3 * jax.random.normal(jax.random.key(9), (64, *env.spec.observation.shape))
-        moments = normalization.update(weights.stats["observation"], batch, lambda x: x)
+        moments = weights.stats["observation"]
+        batch = jax.tree.map(
+            lambda x: 0.1 + 0.3 * jax.random.normal(jax.random.key(9), (64, *x.shape)), moments.mean
+        )
+        moments = normalization.update(moments, batch, lambda x: x)
         weights = weights.replace(stats={**weights.stats, "observation": moments})
     return agent, weights
 
@@ -49,7 +52,7 @@ def evaluated(env, agent, weights, config, episodes, key):
     while evaluation.running(config.evaluation, state):
         state, seen = step(state)
         steps.append(jax.device_get(seen))
-    return (np.stack(x) for x in zip(*steps, strict=True))
+    return jax.tree.map(lambda *x: np.stack(x), *steps)
 
 
 @pytest.mark.parametrize(
@@ -58,8 +61,9 @@ def evaluated(env, agent, weights, config, episodes, key):
         ({"env": "gymnax:CartPole-v1", "normalize_observations": True}, False),
         ({"env": "dummy:memory", "network__core": "gru", "agent": "vtrace"}, True),
         ({"env": "gymnax:Pendulum-v1", "network__core": "lstm"}, True),
+        ({"env": "dummy:masked", "normalize_observations": True}, False),
     ],
-    ids=["cartpole", "memory", "pendulum"],
+    ids=["cartpole", "memory", "pendulum", "masked"],
 )
 def test_greedy_actions_are_those_of_the_evaluation(changes, recurrent):
     config = make_config(**changes, seed=2, evaluation__max_steps=20)
@@ -69,13 +73,14 @@ def test_greedy_actions_are_those_of_the_evaluation(changes, recurrent):
     observations, expected, first = seen
     policy, forgetful = Policy(agent, weights, env), Policy(agent, weights, env)
     actions, without_memory = [], []
-    for i in range(observations.shape[1]):
-        for t in range(observations.shape[0]):
+    for i in range(first.shape[1]):
+        for t in range(first.shape[0]):
             if first[t, i]:
                 policy.reset()
-            actions.append(policy(observations[t, i]))
+            observation = jax.tree.map(lambda x: x[t, i], observations)  # noqa: B023
+            actions.append(policy(observation))
             forgetful.reset()
-            without_memory.append(forgetful(observations[t, i]))
+            without_memory.append(forgetful(observation))
     expected = np.swapaxes(expected, 0, 1).reshape(-1, *expected.shape[2:])
     np.testing.assert_allclose(actions, expected, atol=1e-5)
     assert np.allclose(without_memory, expected, atol=1e-3) != recurrent
@@ -160,6 +165,30 @@ def test_integer_observations_are_taken_as_gymnax_returns_them():
     observation, _ = theirs.reset(jax.random.key(0), params)
     assert np.ndim(observation) == 0
     assert Policy(agent, weights, env)(observation) in range(4)
+
+
+@pytest.mark.parametrize("agent", ["ppo", "dqn"])
+def test_a_policy_takes_no_illegal_action(agent):
+    config = make_config(env="dummy:masked", agent=agent, dqn__evaluation_epsilon=1.0)
+    env = envs.make_environment(config.env, {}, {})
+    made = builder.make_agent(config, env.spec)
+    weights = made.init(jax.random.key(0))
+    rng, taken = np.random.default_rng(0), set()
+    for greedy in (True, False):
+        policy = Policy(made, weights, env, greedy=greedy)
+        for _ in range(60):
+            mask = rng.random(4) < 0.4
+            mask[rng.integers(4)] = True
+            action = policy({"sign": [1.0], "action_mask": mask})
+            assert mask[action]
+            taken.add(action)
+    assert taken == {0, 1, 2, 3}
+    with pytest.raises(
+        ValueError, match=r"becomes \{'sign': 'float32\[1\]'\} for the agent, which"
+    ):
+        policy({"sign": np.zeros(1, np.float32)})
+    with pytest.raises(ValueError, match=r"an observation float32\[1\] becomes float32\[1\] for"):
+        policy(np.zeros(1, np.float32))
 
 
 def test_weights_and_observations_of_other_shapes_are_rejected():

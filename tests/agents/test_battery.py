@@ -1,14 +1,17 @@
 """One battery for every agent: probes with known values, for its action spaces and cores."""
 
 import itertools
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import pytest
 
+from podracer.acting import unroll
 from podracer.agents import AGENTS
 from podracer.nets import actor_critic
+from podracer.types import ACTION_MASK
 from tests.helpers import make_config, make_run
 
 GAMMA = 0.9
@@ -95,24 +98,7 @@ def test_every_agent_has_a_row():
 
 
 def train(probe: str, agent: str, continuous: bool, core: str, calls: int):
-    config = make_config(
-        env=f"dummy:{probe}",
-        env_kwargs={"continuous": continuous},
-        agent=agent,
-        network__core=core,
-        network__hidden=(32,),
-        discount=GAMMA,
-        num_envs=64,
-        unroll_length=8,
-        stagger=3,
-        updates_per_call=100,
-        total_steps=1_000_000,
-        learning_rate=3e-3,
-        anneal=False,
-        entropy_cost=0.001,
-        evaluation__episodes=64,
-        **ROWS[agent].settings,
-    )
+    config = make_probe(probe, agent, env_kwargs={"continuous": continuous}, network__core=core)
     program, _, state, step = make_run(config)
     with jax.checking_leaks():
         state, _ = step(state)
@@ -121,6 +107,25 @@ def train(probe: str, agent: str, continuous: bool, core: str, calls: int):
     # Traced once: a step returns exactly the type that it takes.
     assert step._cache_size() == 1
     return config, program, state
+
+
+def make_probe(probe: str, agent: str, **changes: Any):
+    """The config that an agent is tested with."""
+    settings = {
+        "network__hidden": (32,),
+        "discount": GAMMA,
+        "num_envs": 64,
+        "unroll_length": 8,
+        "stagger": 3,
+        "updates_per_call": 100,
+        "total_steps": 1_000_000,
+        "learning_rate": 3e-3,
+        "anneal": False,
+        "entropy_cost": 0.001,
+        "evaluation__episodes": 64,
+        **ROWS[agent].settings,
+    }
+    return make_config(env=f"dummy:{probe}", agent=agent, **{**settings, **changes})
 
 
 @pytest.mark.parametrize(("agent", "continuous", "core"), FEW)
@@ -154,3 +159,45 @@ def test_a_recurrent_agent_remembers(agent, continuous, core):
         assert score < without + 0.3
     else:
         assert score > 0.9
+
+
+DISCRETE = [agent for agent, row in ROWS.items() if False in row.continuous]
+
+
+@pytest.mark.parametrize(
+    ("probe", "torso", "agent"),
+    [
+        *(("masked", "mlp", agent) for agent in DISCRETE),
+        *(
+            pytest.param("parts", "minatar", agent, marks=SLOW if agent != "ppo" else ())
+            for agent in DISCRETE
+        ),
+    ],
+)
+def test_dictionaries_and_masks_are_understood(probe, torso, agent):
+    config = make_probe(probe, agent, network__torso=torso, normalize_observations=True)
+    program, _, state, step = make_run(config)
+    for _ in range(2):
+        state, metrics = step(state)
+    # Four steps, with a reward of 1 for the right action.
+    assert float(program.evaluate(state).ret.mean()) > 3.8
+    # No loss or metric contains the value of an illegal action.
+    assert all(np.abs(x).max() < 100 for x in metrics.losses.values())
+
+
+@pytest.mark.parametrize("agent", DISCRETE)
+def test_no_agent_takes_an_illegal_action(agent):
+    """Not untrained, nor while environments are staggered, nor in any evaluation."""
+    for greedy in (True, False):
+        config = make_probe("masked", agent, stagger=12, evaluation__greedy=greedy)
+        program, _, state, _ = make_run(config)
+        act = partial(unroll.unroll, program.env, program.agent, length=50)
+        _, trajectory, _ = jax.jit(act)(state.train.weights, state.rollout, state.key)
+        mask = np.asarray(trajectory.timestep.observation[ACTION_MASK][:-1])
+        action = np.asarray(trajectory.action)
+        assert np.take_along_axis(mask, action[..., None], -1).all()
+        # All actions are tried, and an illegal one would cost 100.
+        assert len(np.unique(action[mask.sum(-1) > 1])) == 4
+        assert float(state.rollout.episode.ret.min()) >= 0
+        assert len(np.unique(state.rollout.episode.length)) > 1
+        assert float(program.evaluate(state).ret.min()) >= 0

@@ -1,14 +1,17 @@
 """The losses of PPO and V-trace against the papers' formulas in plain numpy, item by item."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from podracer import envs
-from podracer.agents import AGENTS, actor_critic, ppo, returns
+from podracer.agents import AGENTS, actor_critic, dqn, ppo, returns
 from podracer.nets import actor_critic as nets
-from podracer.types import Devices, TimeStep
+from podracer.nets.q_network import make_q_network
+from podracer.types import ACTION_MASK, Devices, TimeStep
 from tests import references
 from tests.helpers import make_config
 
@@ -144,3 +147,44 @@ def test_vtrace_is_the_actor_critic_of_the_paper():
     np.testing.assert_allclose(aux.metrics["value"], value, rtol=1e-3)
     np.testing.assert_allclose(aux.metrics["entropy"], entropy, rtol=1e-4)
     np.testing.assert_allclose(loss, policy + 0.7 * value - 0.03 * entropy, rtol=1e-3)
+
+
+@pytest.mark.parametrize("double", [True, False])
+def test_dqn_bootstraps_from_the_best_legal_action(double):
+    config = make_config(agent="dqn", dqn__double=double, dqn__huber=0.0)
+    env = envs.make_environment("dummy:masked", {}, {})
+    agent = AGENTS["dqn"].make(env.spec, config.settings, config.agent_config, Devices())
+    network = make_q_network(env.spec, config.network, dueling=False)
+    rng = np.random.default_rng(5)
+    params, target = (
+        jax.tree.map(lambda x: x + rng.normal(size=x.shape).astype(np.float32), network.init(key))
+        for key in jax.random.split(jax.random.key(0))
+    )
+    mask = rng.random((2, ITEMS, 4)) < 0.5
+    mask[..., 0] |= ~mask.any(-1)
+    observation = {"sign": rng.choice([-1.0, 1.0], (2, ITEMS, 1)), ACTION_MASK: mask}
+    reward = rng.normal(size=ITEMS).astype(np.float32)
+    discount = rng.uniform(0, 1, ITEMS).astype(np.float32)
+    ones = np.ones(ITEMS, np.float32)
+    batch = dqn.Batch(
+        jax.tree.map(jnp.asarray, observation),
+        mask[0].argmax(-1),
+        returns.NStep(reward, discount, np.ones(ITEMS, int), ones),
+        ones,
+    )
+    state = types.SimpleNamespace(target=target)
+    q, q_target = (
+        np.asarray(network.apply(p, (), observation, np.zeros((2, ITEMS), bool), None)[1])
+        for p in (params, target)
+    )
+    errors, unmasked = np.zeros(ITEMS), 0
+    for i in range(ITEMS):
+        legal = [a for a in range(4) if mask[1, i, a]]
+        best = max(legal, key=lambda a: (q if double else q_target)[1, i, a])
+        unmasked += len(legal) < 4
+        value = reward[i] + discount[i] * q_target[1, i, best]
+        errors[i] = value - q[0, i, mask[0, i].argmax()]
+    loss, aux = agent.loss(params, state, batch, None)
+    np.testing.assert_allclose(loss, 0.5 * (errors**2).mean(), rtol=1e-4)
+    np.testing.assert_allclose(aux.priorities, np.abs(errors), rtol=1e-3, atol=1e-4)
+    assert unmasked > ITEMS / 2

@@ -1,6 +1,7 @@
 """Environments written in JAX: all of gymnax, a user's own, and the counting one."""
 
 import dataclasses
+from typing import Any
 from urllib.error import URLError
 
 import jax
@@ -120,7 +121,7 @@ class Corridor(gymnax.environments.environment.Environment):
         state = gymnax.EnvState(time=jnp.int32(0))
         return self.get_obs(state), state
 
-    def get_obs(self, state, params=None, key=None):
+    def get_obs(self, state, params=None, key=None) -> Any:
         return jnp.array([state.time / self.length])
 
     def is_truncated(self, state, params):
@@ -131,6 +132,26 @@ class Corridor(gymnax.environments.environment.Environment):
 
     def observation_space(self, params):
         return gymnax.environments.spaces.Box(0, 1, (1,))
+
+
+class Shop(Corridor):
+    """A corridor that is observed as a dictionary, whose first action is only legal at times."""
+
+    def get_obs(self, state, params=None, key=None):
+        legal = jnp.array([state.time % 2 == 0, True])
+        return {"place": {"time": state.time}, "shelf": jnp.zeros((2, 2)), "action_mask": legal}
+
+    def observation_space(self, params):
+        space = gymnax.environments.spaces
+        place = space.Dict({"time": space.Discrete(5)})
+        return space.Dict({"place": place, "shelf": space.Box(0, 1, (2, 2))})
+
+
+class Pair(Corridor):
+    """Observes a tuple."""
+
+    def get_obs(self, state, params=None, key=None):
+        return (state.time, state.time)
 
 
 class NoEnvironment:
@@ -146,6 +167,39 @@ def test_a_users_environment_by_importable_path():
     assert (float(timestep.discount), bool(timestep.first)) == (0.0, True)
 
 
+def test_a_users_environment_may_observe_a_dictionary():
+    env = envs.make_environment("tests.envs.test_envs:Shop", {}, {})
+    shapes = jax.tree.map(lambda x: (x.shape, x.dtype.name), env.spec.observation)
+    assert shapes == {
+        "place": {"time": ((5,), "float32")},
+        "shelf": ((2, 2), "float32"),
+        "action_mask": ((2,), "bool"),
+    }
+    state, _ = env.reset(prng.key(0))
+    _, timestep = env.step(prng.key(0), state, jnp.int32(1))
+    np.testing.assert_array_equal(timestep.observation["place"]["time"], np.eye(5)[1])
+    np.testing.assert_array_equal(timestep.observation["action_mask"], [False, True])
+
+
+def test_bandits_are_the_same_in_jax_and_on_the_host():
+    for name in dummy.BANDITS:
+        env, host = envs.make_environment(f"dummy:{name}", {}, {}), dummy.make_host(name, {}, {})
+        state, timestep = env.reset(prng.key(2))
+        pool = host.make_pool([int(state[0])], 1)
+        ours, step, rewards = [timestep], jax.jit(env.step), set()
+        theirs = [pool.reset().timestep]
+        for action in np.random.default_rng(0).integers(0, 4, 40):
+            state, timestep = step(prng.key(0), state, action)
+            ours.append(timestep)
+            theirs.append(pool.step(np.array([action])).timestep)
+            rewards.add(float(timestep.reward))
+        for a, b in zip(ours, theirs, strict=True):
+            jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y[0], strict=True), a, b)
+        # Four steps, and one that begins the next episode.
+        assert [bool(x.first) for x in ours] == [i % 5 == 0 for i in range(41)]
+        assert rewards == {0.0, 1.0} | ({-100.0} if name == "masked" else set())
+
+
 @pytest.mark.parametrize(
     ("env", "kwargs", "params", "message"),
     [
@@ -159,6 +213,7 @@ def test_a_users_environment_by_importable_path():
         ("tests.envs.test_envs:Corrido", {}, {}, "did you mean Corridor"),
         ("tests.envs.test_envs:NoEnvironment", {}, {}, "must be a class derived from"),
         ("tests.envs.test_envs:Corridor", {"size": 3}, {}, "does not take env_kwargs"),
+        ("tests.envs.test_envs:Pair", {}, {}, "observes a tuple; agents observe an array or a"),
     ],
 )
 def test_unknown_names_are_reported(env, kwargs, params, message):
@@ -180,7 +235,7 @@ def test_box_actions_span_the_box():
     np.testing.assert_allclose(spaces.to_box(ours, box), theirs)
 
 
-@pytest.mark.parametrize("name", dummy.ENVIRONMENTS)
+@pytest.mark.parametrize("name", dummy.PROBES)
 def test_dummy_environments_take_their_arguments(name):
     """Each is the environment of its name, with the arguments that it is given."""
     kwargs = {"length": 2, "vary": 0} if name == "counting" else {"continuous": True}

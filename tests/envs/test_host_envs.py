@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from podracer import envs
+from podracer.acting import host_unroll
 from podracer.envs import dummy, envpool, spaces
 from podracer.errors import ConfigError
 
@@ -141,11 +142,11 @@ def test_observations_as_agents_see_them(env_id, shape, dtype):
         ("envpool:Pong-v5", {"num_envs": 3}, "'num_envs', which is set by num_envs"),
         ("envpool:Pong-v5", {"num_threads": 3}, "which is set by sebulba.pool_threads"),
         ("envpool:Pong-v5", {"noop_max": "many"}, "can't be made with env_kwargs"),
-        ("envpool:MiniGrid-Empty-5x5-v0", {}, "observes Dict"),
+        ("envpool:Go9x9-v1", {}, "a game of 2 players; agents play alone"),
         ("gymnasium:CartPole-v7", {}, "CartPole-v1"),
         ("gymnasium:LunarLandr-v3", {}, "LunarLander-v3"),
         ("gymnasium:CartPole-v1", {"colour": 1}, "colour"),
-        ("gymnasium:Blackjack-v1", {}, "observes Tuple"),
+        ("gymnasium:Blackjack-v1", {}, "observes Tuple.*; agents observe Box, Discrete and"),
         ("gymnax:CartPole-v1", {}, "podracer.anakin"),
         ("envpol:Pong-v5", {}, "envpool"),
         ("Pong-v5", {}, "names no suite"),
@@ -247,6 +248,44 @@ def photos():
 
     yield observe
     del gymnasium.registry["Photos-v0"]
+
+
+@pytest.mark.parametrize(
+    ("env_id", "params", "shapes"),
+    [
+        (
+            "gymnasium:tests.envs.dictionaries:Dictionary-v0",
+            {"channels": "first"},
+            {"image": (6, 5, 3), "inner": {"kind": (3,), "switches": (2,)}, "action_mask": (4,)},
+        ),
+        (
+            "envpool:MiniGrid-Empty-5x5-v0",
+            {},
+            {"image": (7, 7, 3), "direction": (4,), "mission": (96,)},
+        ),
+        ("envpool:WalkerWalk-v1", {}, {"height": (), "orientations": (14,), "velocity": (9,)}),
+    ],
+)
+def test_dictionaries_as_agents_see_them(env_id, params, shapes):
+    env = envs.make_host_environment(env_id, {}, params)
+    spec = env.spec.observation
+    assert jax.tree.map(lambda x: x.shape, spec) == shapes
+    pool = env.make_pool([1, 2], 1)
+    arrival = pool.reset().timestep
+    pool.close()
+    host_unroll.check_transfer(arrival, host_unroll.transfer_shapes(env, 2))
+    seen = env.decode_observation(arrival.observation, ())
+    dtypes = jax.tree.map(lambda x: x.dtype, seen)
+    assert dtypes == jax.tree.map(lambda x: x.dtype, spec)
+    if params:
+        np.testing.assert_array_equal(seen["action_mask"], [[True, False, False, True]] * 2)
+        np.testing.assert_array_equal(seen["inner"]["kind"], [[0, 1, 0]] * 2)
+        np.testing.assert_array_equal(seen["image"][0, 0, 0], [0, 30, 60])
+
+
+def test_images_in_a_dictionary_may_have_ambiguous_channels():
+    with pytest.raises(ConfigError, match=r"shape \(3, 6, 5\); .*channels=first.*channels=last"):
+        envs.make_host_environment("gymnasium:tests.envs.dictionaries:Dictionary-v0", {}, {})
 
 
 def test_channels_of_gymnasium_s_images_are_last_or_as_the_user_sets_them(photos):

@@ -13,10 +13,12 @@ from podracer import envs
 from podracer.acting import unroll
 from podracer.envs import dummy
 from podracer.sebulba import learner, setup
+from podracer.sebulba.evaluation import EvaluationThread
 from podracer.sebulba.pipeline import ActorOutput, ParameterServer
 from podracer.sebulba.threads import SupervisedQueue
 from podracer.training import builder
 from tests.anakin.test_anakin import flat
+from tests.envs.dictionaries import Dictionary
 from tests.helpers import make_config, make_run
 from tests.sebulba import faulty
 from tests.sebulba.runs import (
@@ -32,12 +34,18 @@ from tests.sebulba.runs import (
 )
 
 
-def make_anakin(monkeypatch, **changes):
-    """Config, initial state and step of Anakin in the counting environment, whose first episodes
-    Sebulba's counting environment then has as well."""
-    config = make_config(env="dummy:counting", env_kwargs={"next_step": True}, **changes)
+def make_anakin(monkeypatch, masked=False, **changes):
+    """Config, initial state and step of Anakin in the counting environment or that with masks,
+    whose first episodes Sebulba's environment of that name then has as well."""
+    where = {"env": "dummy:counting", "env_kwargs": {"next_step": True}}
+    if masked:
+        where = {"env": "dummy:masked"}
+    config = make_config(**where, **changes)
     _, _, state, step = make_run(config)
-    phases = np.asarray(state.rollout.timestep.observation[:, 1]) - 5
+    if masked:
+        phases, _ = map(np.asarray, state.rollout.env_state)
+    else:
+        phases = np.asarray(state.rollout.timestep.observation[:, 1]) - 5
     monkeypatch.setattr(
         setup, "pool_seeds", lambda _, env_ids, *__: phases[env_ids % len(phases)].astype(int)
     )
@@ -45,9 +53,15 @@ def make_anakin(monkeypatch, **changes):
 
 
 @pytest.mark.parametrize(
-    ("agent", "core"), [("vtrace", "none"), pytest.param("ppo", "gru", marks=pytest.mark.slow)]
+    ("agent", "core", "env"),
+    [
+        ("vtrace", "none", "counting"),
+        ("ppo", "none", "masked"),
+        pytest.param("ppo", "gru", "counting", marks=pytest.mark.slow),
+        pytest.param("dqn", "none", "masked", marks=pytest.mark.slow),
+    ],
 )
-def test_without_lag_sebulba_makes_the_updates_of_anakin(agent, core, monkeypatch):
+def test_without_lag_sebulba_makes_the_updates_of_anakin(agent, core, env, monkeypatch):
     changes = {
         "agent": agent,
         "network__core": core,
@@ -56,15 +70,18 @@ def test_without_lag_sebulba_makes_the_updates_of_anakin(agent, core, monkeypatc
         "num_minibatches": 2,
         "normalize_observations": True,
         "normalize_rewards": True,
+        "replay__begin": 16 * 8 * 2,
+        "replay__batch": 16,
     }
-    _, state, step = make_anakin(monkeypatch, **changes)
+    _, state, step = make_anakin(monkeypatch, env == "masked", **changes)
     for _ in range(5):
         state, anakin = step(state)
-    result = train(sebulba_config(**changes, **ONE_AND_TWO, sebulba__lag=0))
+    result = train(sebulba_config(env=f"dummy:{env}", **changes, **ONE_AND_TWO, sebulba__lag=0))
     np.testing.assert_allclose(weights_of(result), flat(state), atol=2e-5)
     last = result.metrics[-1]
     for name, value in anakin.losses.items():
-        np.testing.assert_allclose(last[f"loss/{name}"], value[-1], rtol=1e-3, atol=1e-4)
+        logged = last[name if "/" in name else f"loss/{name}"]
+        np.testing.assert_allclose(logged, value[-1], rtol=1e-3, atol=1e-4)
 
 
 def test_an_actor_thread_collects_the_trajectories_of_anakin(monkeypatch):
@@ -249,3 +266,30 @@ def test_running_free_actors_do_not_wait_for_a_slow_learner(monkeypatch):
         assert [row[f"lag/{name}"] for name in ("min", "mean", "max")] == [min(n, 2)] * 3
     assert rows[0]["train/episode_return"] < 5
     assert rows[-1]["train/episode_return"] > 6
+
+
+def test_a_dictionary_of_gymnasium_s_with_a_mask_is_learned_from():
+    """An illegal action would be an error in the environment."""
+    config = sebulba_config(
+        env="gymnasium:tests.envs.dictionaries:Dictionary-v0",
+        env_params={"channels": "first"},
+        network__torso="pixels",
+        normalize_observations=True,
+        num_envs=4,
+        total_steps=4 * 8 * 100,
+        learning_rate=1e-2,
+        stagger=0,
+        evaluation__episodes=2,
+        sebulba__max_restarts=0,
+        **SOLO,
+    )
+    result = train(config, evaluation=EvaluationThread)
+    assert result.summary["eval_return_mean"] == 6
+    env = Dictionary()
+    observation, _ = env.reset()
+    result.policy.reset()
+    rewards, done = [], False
+    while not done:
+        observation, reward, done, _, _ = env.step(result.policy(observation))
+        rewards.append(reward)
+    assert rewards == [1] * 6

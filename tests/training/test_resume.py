@@ -31,6 +31,8 @@ def name_of(value) -> str:
     "changes",
     [
         {"normalize_observations": True, **REPLAY},
+        # Observations are dictionaries.
+        {"env": "dummy:masked", "normalize_observations": True},
         pytest.param({"normalize_observations": True}, marks=pytest.mark.slow),
         pytest.param(
             {"agent": "vtrace", "network__core": "gru", "normalize_observations": True},

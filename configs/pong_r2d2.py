@@ -2,8 +2,8 @@
 
     python -m podracer.sebulba --config=configs/pong_r2d2.py
 
-The protocol is that of ``configs/pong.py``. Sequences are half as long as in the paper, and each step
-is learned from once on average.
+The protocol is that of ``configs/pong.py``. Sequences are half as long as in the paper, and each
+step is learned from once on average.
 """
 
 import ml_collections

@@ -23,6 +23,7 @@ from podracer.nets.q_network import make_q_network
 from podracer.types import (
     Agent,
     Array,
+    ArrayTree,
     Devices,
     GradientSteps,
     LossAux,

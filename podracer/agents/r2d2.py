@@ -7,6 +7,7 @@ a trace longer than an unroll neighbours overlap.
 """
 
 import dataclasses
+from functools import partial
 from typing import ClassVar
 
 import jax
@@ -93,7 +94,7 @@ class Batch(struct.PyTreeNode):
       importance: ``[items]``, the factors of the losses.
     """
 
-    observation: Array
+    observation: ArrayTree
     timestep: TimeStep
     action: Array
     inputs: Array
@@ -152,6 +153,26 @@ def burn_in_and_trace(network: QNetwork, params: Params, batch: Batch, burn_in: 
     return network.apply(params, memory, *after)[1]
 
 
+def keep(trajectory: Trajectory) -> Kept:
+    """What a replay keeps of a trajectory."""
+    carry = trajectory.carry
+    return Kept(trajectory.extras, {"memory": carry.memory, "action": carry.action})
+
+
+def previous(actions: int, stats: ArrayTree, action: Array, timestep: TimeStep) -> Array:
+    """The last action, one-hot, and the last reward; zeros where an episode begins.
+
+    Args:
+      actions: number of actions.
+      stats: statistics that normalise rewards.
+      action: ``[..., B]``, the actions before these time steps.
+      timestep: ``[..., B]``.
+    """
+    reward = normalization.normalize_reward(stats, timestep.reward)
+    last = jnp.concatenate([jax.nn.one_hot(action, actions), reward[..., None]], -1)
+    return jnp.where(timestep.first[..., None], 0.0, last)
+
+
 def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Agent:
     """R2D2 for discrete actions, with or without a recurrent core.
 
@@ -166,16 +187,7 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
     """
     actions = spec.action.num_actions if isinstance(spec.action, Discrete) else 0
     network = make_q_network(spec, settings.network, dueling=config.dueling, extra=actions + 1)
-
-    def inputs(stats: ArrayTree, action: Array, timestep: TimeStep) -> Array:
-        """The last action, one-hot, and the last reward; zeros where an episode begins."""
-        reward = normalization.normalize_reward(stats, timestep.reward)
-        last = jnp.concatenate([jax.nn.one_hot(action, actions), reward[..., None]], -1)
-        return jnp.where(timestep.first[..., None], 0.0, last)
-
-    def keep(trajectory: Trajectory) -> Kept:
-        carry = trajectory.carry
-        return Kept(trajectory.extras, {"memory": carry.memory, "action": carry.action})
+    inputs = partial(previous, actions)
 
     def read(train_state: TrainState, window: Window) -> Batch:
         stats = train_state.weights.stats

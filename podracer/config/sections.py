@@ -17,6 +17,12 @@ AgentSections: Any = dataclasses.make_dataclass(
 )
 
 
+# Agents that learn as well from experience of older weights, and the agents' settings that can't
+# change when a run is resumed.
+OFF_POLICY = tuple(name for name, agent in AGENTS.items() if agent.Config.off_policy)
+FIXED = tuple(f"{name}.{key}" for name, agent in AGENTS.items() for key in agent.Config.fixed)
+
+
 @dataclasses.dataclass(frozen=True)
 class EvaluationConfig:
     """How the policy is evaluated, during training and at its end.

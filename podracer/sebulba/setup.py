@@ -11,8 +11,8 @@ from podracer import config as config_lib
 from podracer import envs
 from podracer.acting.host_evaluation import pool_seeds
 from podracer.acting.host_unroll import HostUnroll
-from podracer.agents import AGENTS
 from podracer.config import Config, Sizes
+from podracer.config.sections import OFF_POLICY
 from podracer.distributed import mesh as mesh_lib
 from podracer.errors import ConfigError
 from podracer.monitoring import writers
@@ -130,7 +130,7 @@ def _check_settings(config: Config) -> None:
                 f"{name}={value} is for environments written in JAX; set it to {only}"
             )
     if config.sebulba.free_running and not config.agent_config.off_policy:
-        others = " or ".join(repr(name) for name in AGENTS if getattr(config, name).off_policy)
+        others = " or ".join(map(repr, OFF_POLICY))
         raise ConfigError(
             f"sebulba.free_running acts with weights of any age, which agent={config.agent!r} does "
             f"not correct for; use agent={others}"

@@ -6,8 +6,7 @@ from typing import Any
 
 from etils import epath
 
-from podracer.agents import AGENTS
-from podracer.config import Config
+from podracer.config import Config, sections
 from podracer.errors import ConfigError
 from podracer.storage.workdir import read_config
 
@@ -51,8 +50,7 @@ def check_same_run(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
       ConfigError: a value differs that may not.
     """
     lines = []
-    own = (f"{name}.{key}" for name, agent in AGENTS.items() for key in agent.Config.fixed)
-    fixed = tuple(f"{key}." for key in (*FIXED, *own))
+    fixed = tuple(f"{key}." for key in (*FIXED, *sections.FIXED))
     old = {**flatten(dataclasses.asdict(Config())), **flatten(old)}
     for key, (before, after) in differences(old, new).items():
         if f"{key}.".startswith(fixed):

@@ -7,7 +7,15 @@ import numpy as np
 from podracer.acting import unroll
 from podracer.agents import normalization
 from podracer.training import builder
-from podracer.types import ACTION_MASK, Discrete, Spec, TimeStep, Trajectory
+from podracer.types import (
+    ACTION_MASK,
+    Discrete,
+    Spec,
+    TimeStep,
+    TrainState,
+    Trajectory,
+    Weights,
+)
 from tests.helpers import make_config, make_run
 
 
@@ -31,16 +39,15 @@ def test_each_part_of_a_dictionary_has_moments_of_its_own_but_the_mask_has_none(
     config = make_config(env="dummy:parts", normalize_observations=True)
     spec = Spec({"pair": np.zeros(2), "single": np.zeros(()), ACTION_MASK: mask[0, 0]}, Discrete(4))
     stats = normalization.init_stats(spec, config.settings)
-    moments, parts = (
-        stats["observation"],
-        [normalization.init(x) for x in (pair[0, 0], np.zeros(()))],
-    )
+    update_stats = normalization.make_update_stats(config.settings, lambda x: x)
+    parts = [normalization.init(x) for x in (pair[0, 0], np.zeros(()))]
     for i in range(5):
         zeros = np.zeros((21, 2))
         rows = {"pair": pair[i], "single": single[i], ACTION_MASK: mask[i]}
         observation = jax.tree.map(lambda x: jnp.concatenate([x, x[:1]]), rows)
         trajectory = Trajectory(TimeStep(observation, zeros, zeros, zeros), None, None, None)
-        stats = normalization.update_stats(stats, trajectory, config.settings, lambda x: x)
+        state = TrainState(Weights((), stats), (), (), jnp.int32(i))
+        stats = update_stats(state, trajectory)
         parts = [
             normalization.update(m, jnp.asarray(x[i]), lambda x: x)
             for m, x in zip(parts, (pair, single), strict=True)

@@ -10,6 +10,6 @@ says what the rest of a run has to know before the agent is built:
 
 from types import ModuleType
 
-from podracer.agents import dqn, ppo, vtrace
+from podracer.agents import d4pg, dqn, ppo, vtrace
 
-AGENTS: dict[str, ModuleType] = {"dqn": dqn, "ppo": ppo, "vtrace": vtrace}
+AGENTS: dict[str, ModuleType] = {"d4pg": d4pg, "dqn": dqn, "ppo": ppo, "vtrace": vtrace}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from podracer.agents import AGENTS
-from podracer.nets import actor_critic
+from podracer.nets import actor_critic, policy_critic
 from tests.helpers import make_config, make_run
 
 GAMMA = 0.9
@@ -39,6 +39,22 @@ def best_values(config, program, state):
     return extras["best"]
 
 
+def expected_values(config, program, state):
+    """Values of the policy's actions by the mean of the critic's distribution."""
+    settings, params = config.d4pg, state.train.weights.params
+    network = policy_critic.make_policy_critic(
+        program.env.spec,
+        config.network,
+        policy_hidden=settings.policy_hidden,
+        critic_hidden=settings.critic_hidden,
+        atoms=settings.atoms,
+    )
+    features = network.features(params, state.rollout.timestep.observation[None])
+    logits = network.critic(params, features, network.policy(params, features))[0]
+    atoms = np.linspace(settings.v_min, settings.v_max, settings.atoms)
+    return (jax.nn.softmax(logits) * atoms).sum(-1)
+
+
 class Row(NamedTuple):
     """What an agent is tested with.
 
@@ -66,7 +82,17 @@ REPLAY = {
     "replay__priority_exponent": 0.6,
 }
 DQN = {**REPLAY, "dqn__target_period": 20, "dqn__n_step": 2, "dqn__dueling": True}
+D4PG = {
+    **REPLAY,
+    "d4pg__n_step": 2,
+    "d4pg__v_min": -2.0,
+    "d4pg__v_max": 2.0,
+    "d4pg__target_period": 20,
+    "d4pg__policy_hidden": (32,),
+    "d4pg__critic_hidden": (32,),
+}
 ROWS = {
+    "d4pg": Row((True,), ("none",), D4PG, expected_values),
     "ppo": ACTOR_CRITIC,
     "vtrace": ACTOR_CRITIC,
     "dqn": Row((False,), ("none",), DQN, best_values),
@@ -78,7 +104,8 @@ VARIANTS = [
     for agent, row in ROWS.items()
     for variant in itertools.product(row.continuous, row.cores)
 ]
-FEW = [pytest.param(*v, marks=SLOW) if v[1] or v[2] == "gru" else v for v in VARIANTS]
+FIRST = [(agent, row.continuous[0], row.cores[0]) for agent, row in ROWS.items()]
+FEW = [v if v in FIRST else pytest.param(*v, marks=SLOW) for v in VARIANTS]
 
 
 def test_every_agent_has_a_row():

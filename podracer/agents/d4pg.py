@@ -175,7 +175,7 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
         features = network.features(target, batch.observation[1:])
         logits = network.critic(target, features, network.policy(target, features))[0]
         value = batch.target.reward[:, None] + batch.target.discount[:, None] * atoms
-        return project(value, jax.nn.softmax(logits), atoms)
+        return jnp.asarray(project(value, jax.nn.softmax(logits), atoms))
 
     def loss(
         params: Params, train_state: TrainState, batch: transitions.Batch, key: Array

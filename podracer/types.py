@@ -214,14 +214,12 @@ class Devices(NamedTuple):
     """How the devices that learn work together; by default there is only one.
 
     Attributes:
-      index: ``() ->`` the number of this device.
-      count: ``() ->`` the number of devices, a Python integer.
+      number: ``() ->`` the number of this device.
       mean: the mean of a tree of arrays over devices.
       max: the maximum of a tree of arrays over devices.
     """
 
-    index: Callable[[], Array | int] = lambda: 0
-    count: Callable[[], int] = lambda: 1
+    number: Callable[[], Array | int] = lambda: 0
     mean: Reduce = lambda tree: tree
     max: Reduce = lambda tree: tree
 
@@ -230,13 +228,13 @@ class GradientSteps(NamedTuple):
     """How an update is divided into gradient steps.
 
     Attributes:
-      count: gradient steps of an update.
+      per_update: gradient steps of an update.
       transitions: transitions that a gradient step learns from, over all devices.
       parts: gradient steps divide evenly over devices if the number of devices divides this one.
       text: the same in words.
     """
 
-    count: int
+    per_update: int
     transitions: int
     parts: int
     text: str

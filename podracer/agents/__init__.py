@@ -10,6 +10,12 @@ says what the rest of a run has to know before the agent is built:
 
 from types import ModuleType
 
-from podracer.agents import dqn, ppo, r2d2, vtrace
+from podracer.agents import d4pg, dqn, ppo, r2d2, vtrace
 
-AGENTS: dict[str, ModuleType] = {"dqn": dqn, "ppo": ppo, "r2d2": r2d2, "vtrace": vtrace}
+AGENTS: dict[str, ModuleType] = {
+    "d4pg": d4pg,
+    "dqn": dqn,
+    "ppo": ppo,
+    "r2d2": r2d2,
+    "vtrace": vtrace,
+}

@@ -11,14 +11,12 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import optax
-from flax import struct
 
-from podracer.agents import normalization, q_learning, returns
+from podracer.agents import q_learning, transitions
 from podracer.agents.q_learning import QLearningConfig
-from podracer.agents.settings import Settings
+from podracer.agents.settings import Settings, make_replay
 from podracer.errors import ConfigError
 from podracer.learning import replay
-from podracer.learning.ring import Item, Window
 from podracer.nets.q_network import make_q_network
 from podracer.types import (
     Agent,
@@ -66,22 +64,6 @@ class Config(QLearningConfig):
         return replay.gradient_steps(settings.replay, settings.num_envs, transitions=1)
 
 
-class Batch(struct.PyTreeNode):
-    """What the loss reads; ``[items, ...]`` each.
-
-    Attributes:
-      observation: ``[2, items, ...]``, of the value to learn and of the one to bootstrap from.
-      action: the action taken.
-      target: the n-step return.
-      importance: the items' weights.
-    """
-
-    observation: ArrayTree
-    action: Array
-    target: returns.NStep
-    importance: Array
-
-
 def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Agent:
     """DQN for discrete actions, with a feed-forward network.
 
@@ -107,19 +89,8 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
         nothing = jnp.zeros(jax.tree.leaves(observation)[0].shape[:2], bool)
         return network.apply(params, (), observation, nothing, None)[1]
 
-    def read(train_state: TrainState, window: Window) -> Batch:
-        stats = train_state.weights.stats
-        timestep = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), window.timestep)
-        timestep = timestep.replace(reward=normalization.normalize_reward(stats, timestep.reward))
-        target = returns.n_step(timestep, config.n_step, settings.discount)
-        target = jax.tree.map(lambda x: x[0], target)
-        observation = window.observe(jnp.stack([jnp.zeros_like(target.steps), target.steps], 1))
-        observation = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), observation)
-        observation = normalization.normalize_observation(stats, observation)
-        return Batch(observation, window.action[:, 0], target, window.importance)
-
     def loss(
-        params: Params, train_state: TrainState, batch: Batch, key: Array
+        params: Params, train_state: TrainState, batch: transitions.Batch, key: Array
     ) -> tuple[Array, LossAux]:
         del key
         target = batch.target
@@ -135,14 +106,7 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
         metrics = {"total": total, "q": q.mean(), "td_error": jnp.abs(error).mean()}
         return total, LossAux(metrics, priorities=jnp.abs(error) + q_learning.LEAST_PRIORITY)
 
-    item = Item(config.n_step, 1, read, normalization.make_update_stats(settings, devices.mean))
-    source = replay.make_source(
-        item,
-        settings.replay,
-        devices,
-        num_envs=settings.num_envs,
-        unroll_length=settings.unroll_length,
-        frames=spec.frames,
-    )
+    item = transitions.make_item(settings, devices, config.n_step)
+    source = make_replay(item, spec, settings, devices)
     target = q_learning.periodic_target(config.target_period)
     return Agent(init, carry, act, source, loss, target)

@@ -1,4 +1,4 @@
-"""What DQN and R2D2 share: epsilon-greedy acting, target networks, and losses of action values."""
+"""What DQN and R2D2 share: epsilon-greedy acting and values of actions; and target networks."""
 
 import dataclasses
 from collections.abc import Callable
@@ -73,7 +73,7 @@ class QCarry(struct.PyTreeNode):
 
 # ``(stats, last action [..., B], time step [..., B]) -> [..., B, E]``, what a network observes
 # besides observations; None for nothing.
-Inputs = Callable[[ArrayTree, Array, TimeStep], Array] | None
+Inputs = Callable[[ArrayTree, Any, TimeStep], Array] | None
 
 
 def make_functions(
@@ -151,10 +151,14 @@ def select(q: Array, action: Array) -> Array:
     return jnp.take_along_axis(q, action[..., None], -1)[..., 0]
 
 
-def periodic_target(period: int) -> Callable[[Params, Params, Array], Params]:
-    """``Agent.target``: copies the parameters at every ``period``-th gradient step."""
+def periodic_target(period: int, rate: float = 1.0) -> Callable[[Params, Params, Array], Params]:
+    """``Agent.target``: at every ``period``-th gradient step, moves the target towards the
+    parameters; a rate of 1 copies them."""
 
     def target(params: Params, target: Params, step: Array) -> Params:
-        return optax.periodic_update(params, target, step, period)
+        def move() -> Params:
+            return params if rate == 1 else optax.incremental_update(params, target, rate)
+
+        return jax.lax.cond(step % period == 0, move, lambda: target)
 
     return target

@@ -16,7 +16,7 @@ from flax import struct
 
 from podracer.agents import normalization, q_learning, returns
 from podracer.agents.q_learning import QLearningConfig
-from podracer.agents.settings import Settings
+from podracer.agents.settings import Settings, make_replay
 from podracer.errors import ConfigError
 from podracer.learning import replay
 from podracer.learning.ring import Item, Kept, Window
@@ -237,13 +237,6 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
         keep,
         initial_priority,
     )
-    source = replay.make_source(
-        item,
-        settings.replay,
-        devices,
-        num_envs=settings.num_envs,
-        unroll_length=settings.unroll_length,
-        frames=spec.frames,
-    )
+    source = make_replay(item, spec, settings, devices)
     target = q_learning.periodic_target(config.target_period)
     return Agent(init, carry, act, source, loss, target)

@@ -3,9 +3,12 @@
 import dataclasses
 
 from podracer.errors import ConfigError
+from podracer.learning import replay
 from podracer.learning.replay import ReplayConfig
+from podracer.learning.ring import Item
 from podracer.learning.rollout import RolloutConfig
 from podracer.nets.network import NetworkConfig
+from podracer.types import Devices, Source, Spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,3 +44,25 @@ class Settings:
     def __post_init__(self):
         if not 0 <= self.discount <= 1:
             raise ConfigError(f"discount must be in [0, 1], got {self.discount}")
+
+
+def make_replay(item: Item, spec: Spec, settings: Settings, devices: Devices) -> Source:
+    """The replay that the settings ask for.
+
+    Args:
+      item: what the agent's items are.
+      spec: observation and action spaces.
+      settings: the settings of every agent.
+      devices: the devices that learn.
+
+    Raises:
+      ConfigError: the capacity is too small for an item.
+    """
+    return replay.make_source(
+        item,
+        settings.replay,
+        devices,
+        num_envs=settings.num_envs,
+        unroll_length=settings.unroll_length,
+        frames=spec.frames,
+    )

@@ -251,13 +251,8 @@ def device_index() -> Array:
     return jax.lax.axis_index(AXIS)
 
 
-def device_count() -> int:
-    """Number of devices in the mesh. Within ``per_device`` only."""
-    return jax.lax.axis_size(AXIS)
-
-
 def _reduce(tree: ArrayTree, collective: Callable[[Array, str], Array]) -> ArrayTree:
-    if device_count() == 1:
+    if jax.lax.axis_size(AXIS) == 1:
         return tree
     flat, unravel = ravel_pytree(tree)
     return unravel(collective(flat, AXIS))

@@ -31,15 +31,15 @@ from podracer.types import (
 )
 
 
-def _spec(shape: tuple[int, ...], continuous: bool, actions: int = 2) -> Spec:
+def _spec(
+    shape: tuple[int, ...], continuous: bool, actions: int = 2, dtype: jnp.dtype = jnp.float32
+) -> Spec:
     action = Box((1,), -np.ones(1), np.ones(1)) if continuous else Discrete(actions)
-    return Spec(jax.ShapeDtypeStruct(shape, jnp.float32), action)
+    return Spec(jax.ShapeDtypeStruct(shape, dtype), action)
 
 
 def _start(observation: Array) -> TimeStep:
-    return TimeStep(
-        jnp.asarray(observation, jnp.float32), jnp.float32(0), jnp.float32(1), jnp.bool_(True)
-    )
+    return TimeStep(observation, jnp.float32(0), jnp.float32(1), jnp.bool_(True))
 
 
 def counting(
@@ -60,7 +60,7 @@ def counting(
 
     def reset(key: Array) -> tuple[Array, TimeStep]:
         state = jnp.stack([0, length + jax.random.randint(key, (), 0, vary + 1)])
-        return state, _start(state)
+        return state, _start(state.astype(jnp.float32))
 
     def step(key: Array, state: Array, action: Array) -> tuple[Array, TimeStep]:
         del key, action
@@ -121,16 +121,14 @@ def _probe(
     observe: Callable[[Array], Array],
     reward: Reward,
     *,
-    shape: tuple[int, ...] = (1,),
     length: int = 1,
     continuous: bool = False,
 ) -> Environment:
     """Episodes of ``length`` steps with one reward, at the last step, for the first observation.
 
     Args:
-      observe: ``(key) -> first observation``.
+      observe: ``(key) -> first observation``; all others are zeros.
       reward: ``(first observation, action) -> reward`` of the last step.
-      shape: shape of observations; all but an episode's first are zeros.
       length: steps of an episode.
       continuous: the action space is a box [-1, 1] instead of two discrete actions.
     """
@@ -145,7 +143,7 @@ def _probe(
         ended = count == length
         (new_cue, zero), start = reset(key)
         timestep = TimeStep(
-            jnp.where(ended, start.observation, jnp.zeros(shape)),
+            jnp.where(ended, start.observation, jnp.zeros_like(cue)),
             jnp.where(ended, reward(cue, jnp.squeeze(action)), 0.0).astype(jnp.float32),
             1 - ended.astype(jnp.float32),
             ended,
@@ -154,7 +152,8 @@ def _probe(
             lambda n, o: jnp.where(ended, n, o), (new_cue, zero), (cue, count)
         ), timestep
 
-    return Environment(_spec(shape, continuous), reset, step)
+    first = jax.eval_shape(observe, jax.random.key(0))
+    return Environment(_spec(first.shape, continuous, dtype=first.dtype), reset, step)
 
 
 def _sign(key: Array) -> Array:
@@ -202,9 +201,28 @@ def memory(length: int = 3, continuous: bool = False) -> Environment:
     )
 
 
+def _stripe(key: Array) -> Array:
+    """An image ``[8, 8, 1]`` with one bright column."""
+    column = jax.random.randint(key, (), 0, 8)
+    return jnp.zeros((8, 8, 1), jnp.uint8).at[:, column].set(255)
+
+
+def stripe(continuous: bool = False) -> Environment:
+    """``choice`` from pixels: one step, whose best action is the half of the image with a bright
+    column, or, continuous, the place of the column between -1 and 1."""
+
+    def reward(image: Array, action: Array) -> Array:
+        place = jnp.argmax(image[0, :, 0]) / 3.5 - 1
+        if continuous:
+            return 1 - (jnp.clip(action, -1, 1) - place) ** 2
+        return jnp.where(action == (place > 0), 1.0, -1.0)
+
+    return _probe(_stripe, reward, continuous=continuous)
+
+
 BANDITS: dict[str, Callable[..., Bandit]] = {f.__name__: f for f in (bandits.parts, bandits.masked)}
 PROBES: dict[str, Callable[..., Environment]] = {
-    f.__name__: f for f in (counting, one, sign, delayed, choice, memory)
+    f.__name__: f for f in (counting, one, sign, delayed, choice, memory, stripe)
 }
 ENVIRONMENTS: dict[str, Callable[..., Environment | Bandit]] = {**PROBES, **BANDITS}
 HOST_ENVIRONMENTS = ("counting", *BANDITS)

@@ -1,6 +1,7 @@
 """How gradients become weights: the optimizer, its learning rate and their settings."""
 
 import dataclasses
+from collections.abc import Hashable
 
 import optax
 
@@ -69,7 +70,9 @@ def make_optimizer(config: OptimizerConfig, agent: Agent) -> optax.GradientTrans
     """
     if agent.labels is None:
         return _make_group(config, 1.0)
-    groups = {name: _make_group(config, factor) for name, factor in agent.rates}
+    groups: dict[Hashable, optax.GradientTransformation] = {
+        name: _make_group(config, factor) for name, factor in agent.rates
+    }
     return optax.partition(groups, agent.labels)
 
 

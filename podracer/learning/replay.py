@@ -163,7 +163,7 @@ class Replay(NamedTuple):
     ) -> tuple[ArrayTree, Drawn, dict[str, Array]]:
         """Draws a batch, see ``Source.sample``."""
         del i
-        drawn = priorities_lib.draw(state.priorities, self.layout, key, self.devices.index())
+        drawn = priorities_lib.draw(state.priorities, self.layout, key, self.devices.number())
         metrics = {"replay/age": self.ring.age(state.ring, drawn.item).mean()}
         importance = jnp.ones(drawn.env.shape)
         if self.prioritised:

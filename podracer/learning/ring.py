@@ -7,7 +7,7 @@ episodes; agents treat these by the one rule of ``agents/returns.py``.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -193,7 +193,8 @@ class Ring(NamedTuple):
     def _stack(self, steps: Step, env: Array, slots: Array) -> Array:
         """Observations ``[n, k, ..., frames]`` at the slots ``[n, k, 1]``."""
         lags = jnp.arange(self.frames)
-        fresh = steps.fresh[env, (slots - lags) % self.slots]
+        fresh: Any = steps.fresh
+        fresh = fresh[env, (slots - lags) % self.slots]
         # Before a fresh stack, its own frame is repeated.
         oldest = jnp.where(fresh.any(-1), fresh.argmax(-1), self.frames - 1)
         past = (slots - jnp.minimum(lags[::-1], oldest[..., None])) % self.slots

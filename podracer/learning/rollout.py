@@ -99,7 +99,7 @@ def make_source(prepare: Prepare, config: RolloutConfig, devices: Devices) -> So
 
         def deal(key: Array) -> Array:
             shuffle_key, _ = jax.random.split(key)
-            return shuffle(shuffle_key, count, minibatches, devices.index())
+            return shuffle(shuffle_key, count, minibatches, devices.number())
 
         order = jax.lax.map(deal, jax.random.split(key, epochs))
         return Rollout(items, order.reshape(epochs * minibatches, -1)), stats

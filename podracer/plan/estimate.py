@@ -324,7 +324,7 @@ def make_plan(
         keys = ("num_envs", "unroll_length") + (CAPACITY,) * (too_large.replay > 0)
         fits = {key: _largest_that_fits(config, key, too_large, check) for key in keys}
         too_large = dataclasses.replace(too_large, fits=fits)
-    gradient_steps = config.gradient_steps.count
+    gradient_steps = config.gradient_steps.per_update
     # Without too_large, no result is OutOfMemory; isinstance tells the type checker.
     plans = tuple(
         _plan_program(result, tpu_slice, gradient_steps)

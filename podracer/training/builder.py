@@ -32,7 +32,7 @@ from podracer.types import (
 WEIGHTS, ENVIRONMENTS, STAGGER, UPDATES, EVALUATION = range(5)
 
 # The devices of the mesh that a program runs on.
-DEVICES = Devices(mesh_lib.device_index, mesh_lib.device_count, mesh_lib.all_mean, mesh_lib.all_max)
+DEVICES = Devices(mesh_lib.device_index, mesh_lib.all_mean, mesh_lib.all_max)
 
 
 class Components(NamedTuple):

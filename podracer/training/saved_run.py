@@ -279,8 +279,8 @@ def load_policy(
     env = (_make_host_environment if run.on_host else _make_environment)(run.config)
     agent = builder.make_agent(run.config, env.spec)
     loaded, _ = _load_weights(workdir, weights, agent, run.num_seeds, member)
-    greedy = run.config.evaluation.greedy if greedy is None else greedy
-    return Policy(agent, loaded, env, greedy=greedy, seed=seed)
+    chosen: bool = run.config.evaluation.greedy if greedy is None else greedy
+    return Policy(agent, loaded, env, greedy=chosen, seed=seed)
 
 
 def describe(result: Mapping[str, Any]) -> str:

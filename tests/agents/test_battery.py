@@ -10,7 +10,7 @@ import pytest
 
 from podracer.acting import unroll
 from podracer.agents import AGENTS
-from podracer.nets import actor_critic
+from podracer.nets import actor_critic, policy_critic
 from podracer.types import ACTION_MASK
 from tests.helpers import make_config, make_run
 
@@ -40,6 +40,22 @@ def best_values(config, program, state):
     act = jax.jit(program.agent.act)
     _, _, extras = act(state.train.weights, rollout.carry, rollout.timestep, keys)
     return extras["best"]
+
+
+def expected_values(config, program, state):
+    """Values of the policy's actions by the mean of the critic's distribution."""
+    settings, params = config.d4pg, state.train.weights.params
+    network = policy_critic.make_policy_critic(
+        program.env.spec,
+        config.network,
+        policy_hidden=settings.policy_hidden,
+        critic_hidden=settings.critic_hidden,
+        atoms=settings.atoms,
+    )
+    features = network.features(params, state.rollout.timestep.observation[None])
+    logits = network.critic(params, features, network.policy(params, features))[0]
+    atoms = np.linspace(settings.v_min, settings.v_max, settings.atoms)
+    return (jax.nn.softmax(logits) * atoms).sum(-1)
 
 
 class Row(NamedTuple):
@@ -77,7 +93,17 @@ R2D2 = {
     "r2d2__trace": 8,
     "r2d2__rescale": False,
 }
+D4PG = {
+    **REPLAY,
+    "d4pg__n_step": 2,
+    "d4pg__v_min": -2.0,
+    "d4pg__v_max": 2.0,
+    "d4pg__target_period": 20,
+    "d4pg__policy_hidden": (32,),
+    "d4pg__critic_hidden": (32,),
+}
 ROWS = {
+    "d4pg": Row((True,), ("none",), D4PG, expected_values),
     "ppo": ACTOR_CRITIC,
     "vtrace": ACTOR_CRITIC,
     "dqn": Row((False,), ("none",), DQN, best_values),
@@ -90,7 +116,8 @@ VARIANTS = [
     for agent, row in ROWS.items()
     for variant in itertools.product(row.continuous, row.cores)
 ]
-FEW = [pytest.param(*v, marks=SLOW) if v[1] or v[2] == "gru" else v for v in VARIANTS]
+FIRST = [(agent, row.continuous[0], row.cores[0]) for agent, row in ROWS.items()]
+FEW = [v if v in FIRST else pytest.param(*v, marks=SLOW) for v in VARIANTS]
 
 
 def test_every_agent_has_a_row():

@@ -1,0 +1,31 @@
+"""MuJoCo's HalfCheetah-v4 from envpool, by D4PG.
+
+python -m podracer.sebulba --config=configs/halfcheetah_d4pg.py
+"""
+
+import ml_collections
+
+from podracer.config import default_config
+
+
+def get_config() -> ml_collections.ConfigDict:
+    config = default_config()
+    config.env = "envpool:HalfCheetah-v4"
+    config.agent = "d4pg"
+    config.total_steps = 1_000_000
+    config.num_envs = 16
+    config.unroll_length = 4
+    config.learning_rate = 3e-4
+    config.anneal = False
+    config.max_grad_norm = 0.0
+    config.network.activation = "elu"
+    config.replay.capacity = 1_000_000
+    config.replay.begin = 10_000
+    config.replay.batch = 256
+    config.replay.gradient_steps = 16
+    config.d4pg.v_min = -200.0
+    config.d4pg.v_max = 1000.0
+    config.d4pg.noise = 0.2
+    config.evaluation.episodes = 16
+    config.evaluation.every = 800
+    return config

@@ -1,0 +1,127 @@
+"""A deterministic policy and a distributional critic, from a ``Spec`` and a ``NetworkConfig``."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from podracer.errors import ConfigError
+from podracer.nets.mlp import MLP, linear
+from podracer.nets.network import DTYPES, Branch, NetworkConfig, as_functions
+from podracer.types import Array, ArrayTree, Box, Params, Spec
+
+
+class PolicyCritic(NamedTuple):
+    """Torso, policy and critic as pure functions of the same parameters, of which each reads its
+    own: ``{"torso", "policy", "critic"}``.
+
+    Attributes:
+      init: ``(key) -> params``.
+      features: ``(params, observation [T, B, ...]) -> features [T, B, F]``.
+      policy: ``(params, features) -> actions [T, B, *shape]`` in [-1, 1].
+      critic: ``(params, features, actions) -> logits [T, B, atoms]``.
+    """
+
+    init: Callable[[Array], Params]
+    features: Callable[[Params, Array], Array]
+    policy: Callable[[Params, Array], Array]
+    critic: Callable[[Params, Array, Array], Array]
+
+
+class Head(nnx.Module):
+    """Features ``[..., F]`` -> ``[..., out_size]`` float32, by layers of their own.
+
+    The first layer is normalised and bounded by tanh, so that the scale of features has no effect,
+    as in acme's D4PG (https://arxiv.org/abs/2006.00979).
+    """
+
+    def __init__(
+        self,
+        in_size: int,
+        hidden: Sequence[int],
+        out_size: int,
+        config: NetworkConfig,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        self.dtype = DTYPES[config.dtype]
+        first, *others = hidden
+        self.first = linear(in_size, first, 2**0.5, dtype=self.dtype, rngs=rngs)
+        self.norm = nnx.LayerNorm(first, dtype=self.dtype, rngs=rngs)
+        self.others = MLP((first,), others, config.activation, dtype=self.dtype, rngs=rngs)
+        self.last = linear(hidden[-1], out_size, 0.01, dtype=self.dtype, rngs=rngs)
+
+    def __call__(self, x: Array) -> Array:
+        x = jnp.tanh(self.norm(self.first(x)))
+        y = self.last(self.others(x.reshape(-1, x.shape[-1])))
+        return y.reshape(*x.shape[:-1], -1).astype(jnp.float32)
+
+
+def make_policy_critic(
+    spec: Spec,
+    config: NetworkConfig,
+    *,
+    policy_hidden: Sequence[int],
+    critic_hidden: Sequence[int],
+    atoms: int,
+) -> PolicyCritic:
+    """Builds a policy and a critic on a common torso.
+
+    Args:
+      spec: observation and action spaces.
+      config: settings of the network. The torso "mlp" passes the flat observation through:
+        ``hidden`` has an effect for the torso "pixels" only. ``shared`` and ``initial_log_std``
+        have none.
+      policy_hidden: sizes of the policy's layers.
+      critic_hidden: sizes of the critic's layers.
+      atoms: number of values that the critic distributes probability over.
+
+    Raises:
+      ConfigError: actions are discrete or unbounded, or the torso can't take the observations.
+    """
+    action = spec.action
+    if not isinstance(action, Box):
+        raise ConfigError(
+            f"agent='d4pg' acts in continuous spaces, but this environment has "
+            f"{action.num_actions} discrete actions; use agent='dqn' or agent='ppo'"
+        )
+    bounded = jnp.isfinite(action.low) & jnp.isfinite(action.high)
+    if not bounded.all():
+        raise ConfigError(
+            f"agent='d4pg' spreads its actions over the bounds of the action space, but "
+            f"{int((~bounded).sum())} of its {prod(action.shape)} dimensions have no lower or no "
+            "upper bound; use agent='ppo'"
+        )
+    if config.torso == "mlp":
+        config = dataclasses.replace(config, hidden=())
+    size, actions = Branch(spec, config, rngs=nnx.Rngs(0)).out_size, prod(action.shape)
+    torso_init, torso = as_functions(lambda rngs: Branch(spec, config, rngs=rngs))
+    policy_init, policy = as_functions(
+        lambda rngs: Head(size, policy_hidden, actions, config, rngs=rngs)
+    )
+    critic_init, critic = as_functions(
+        lambda rngs: Head(size + actions, critic_hidden, atoms, config, rngs=rngs)
+    )
+
+    def init(key: Array) -> Params:
+        keys = jax.random.split(key, 3)
+        inits = {"torso": torso_init, "policy": policy_init, "critic": critic_init}
+        return {name: f(k) for (name, f), k in zip(inits.items(), keys, strict=True)}
+
+    def features(params: Params, observation: ArrayTree) -> Array:
+        nothing = jnp.zeros(jax.tree.leaves(observation)[0].shape[:2], bool)
+        return torso(params["torso"], (), observation, nothing)[1]
+
+    def act(params: Params, features: Array) -> Array:
+        output = policy(params["policy"], features)
+        return jnp.tanh(output).reshape(*features.shape[:-1], *action.shape)
+
+    def evaluate(params: Params, features: Array, actions: Array) -> Array:
+        flat = actions.reshape(*features.shape[:-1], -1).astype(features.dtype)
+        return critic(params["critic"], jnp.concatenate([features, flat], -1))
+
+    return PolicyCritic(init, features, act, evaluate)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from podracer import envs
-from podracer.agents import AGENTS, actor_critic, dqn, ppo, returns
+from podracer.agents import AGENTS, actor_critic, ppo, returns, transitions
 from podracer.nets import actor_critic as nets
 from podracer.nets.q_network import make_q_network
 from podracer.types import ACTION_MASK, Devices, TimeStep
@@ -166,7 +166,7 @@ def test_dqn_bootstraps_from_the_best_legal_action(double):
     reward = rng.normal(size=ITEMS).astype(np.float32)
     discount = rng.uniform(0, 1, ITEMS).astype(np.float32)
     ones = np.ones(ITEMS, np.float32)
-    batch = dqn.Batch(
+    batch = transitions.Batch(
         jax.tree.map(jnp.asarray, observation),
         mask[0].argmax(-1),
         returns.NStep(reward, discount, np.ones(ITEMS, int), ones),

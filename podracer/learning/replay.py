@@ -185,9 +185,12 @@ class Replay(NamedTuple):
         )
 
     def finish(self, state: ReplayState) -> tuple[ReplayState, dict[str, Array]]:
-        """Reports how full the replay is, see ``Source.finish``."""
+        """Reports how full the replay is, and whether it was drawn from, see ``Source.finish``."""
         unrolls = self.ring.unrolls
-        return state, {"replay/fill": jnp.minimum(state.ring.count[0], unrolls) / unrolls}
+        return state, {
+            "replay/fill": jnp.minimum(state.ring.count[0], unrolls) / unrolls,
+            "replay/learning": self.ready(state).astype(jnp.float32),
+        }
 
     def ready(self, state: ReplayState) -> Array:
         """Whether enough steps were added, see ``Source.ready``."""

@@ -145,6 +145,8 @@ def _speed(row: Mapping[str, int | float]) -> str:
 def summary_line(row: Row) -> str:
     """The progress, speed and returns of a row in one line."""
     text = f"{row['step']:,} steps, {_speed(row)}"
+    if row.get("replay/learning") == 0:
+        text += f", replay fills ({row['replay/fill']:.0%})"
     for label, name in (("return", "train/episode_return"), ("evaluation", "eval/episode_return")):
         if name in row:
             text += f", {label} {number(row[name])}"
@@ -242,8 +244,11 @@ def _rows(view: View, width: int, verbose: bool) -> Iterator[tuple[str, Renderab
     yield "evaluation", _series(view.evaluations, f"best {best}", width)
     if verbose:
         yield from ((name, _values(values)) for name, values in grouped.items())
-    elif "loss" in grouped:
-        yield "losses", _values(grouped["loss"])
+    else:
+        if "loss" in grouped:
+            yield "losses", _values(grouped["loss"])
+        if "replay" in grouped:
+            yield "replay", _replay(grouped["replay"])
     for label, prefix in (("actors", "time/actor_"), ("learner", "time/learner_")):
         shares = {k.removeprefix(prefix): x for k, x in row.items() if k.startswith(prefix)}
         if shares:
@@ -278,6 +283,14 @@ def _values(values: Mapping[str, int | float]) -> RenderableType:
     """Names and numbers, in columns whose width doesn't depend on the numbers."""
     texts = (Text.assemble((name, "dim"), f" {number(x, 3):<9}") for name, x in values.items())
     return Columns(texts, padding=(0, 1))
+
+
+def _replay(values: Mapping[str, int | float]) -> RenderableType:
+    """The state of a replay; until learning begins, only how full it is."""
+    if values.get("learning") == 0:
+        return Text(f"fills before learning begins: {values['fill']:.0%}")
+    names = {"fill": "fill", "age": "age in updates", "importance": "importance"}
+    return _values({label: values[name] for name, label in names.items() if name in values})
 
 
 def _shares(seconds: Mapping[str, float], width: int) -> RenderableType:

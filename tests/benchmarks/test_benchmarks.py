@@ -85,3 +85,23 @@ def test_sebulba():
         *(f"actor_{name}" for name in actors),
         *(f"learner_{name}" for name in learner),
     }
+
+
+def test_checkpoint(load, capsys):
+    load("checkpoint").main(["--gigabytes=0.002", "--devices=2", "--rounds=1"])
+    (result,) = printed(capsys)
+    assert result["bytes"] == pytest.approx(2e6, rel=0.1)
+    assert all(x >= 0 for x in result["seconds"].values())
+    assert {"copy", "save", "step_after_save", "background"} <= result["seconds"].keys()
+
+
+@pytest.mark.slow
+def test_replay(load, capsys):
+    pytest.importorskip("flashbax")
+    load("replay").main(["--items=4096", "--rounds=1"])
+    results = printed(capsys)
+    assert len(results) == 4
+    for result in results:
+        operations = {"add", "sample", *["set_priorities"] * result["prioritised"]}
+        for library in ("podracer", "flashbax"):
+            assert result["microseconds"][library].keys() == operations

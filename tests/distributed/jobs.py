@@ -33,6 +33,11 @@ SETTINGS = {
     "num_epochs": 1,
     "num_minibatches": 1,
     "evaluation.episodes": 6,
+    "replay.capacity": 16 * 8 * 8,
+    "replay.begin": 16 * 8,
+    "replay.batch": 16,
+    "replay.gradient_steps": 2,
+    "replay.priority_exponent": 0.6,
 }
 # The same with two minibatches of twice as many environments, so that processes shuffle.
 SHUFFLED = {"num_minibatches": 2, "num_envs": 32, "total_steps": 3 * 32 * 8}
@@ -135,7 +140,6 @@ def saved_updates(workdir: pathlib.Path) -> list[int]:
 
 def last_arrays(workdir: pathlib.Path) -> dict[str, np.ndarray]:
     """All arrays of the newest checkpoint, on whatever devices they were saved."""
-    items = (checkpoint_files.WEIGHTS, checkpoint_files.REST)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     with checkpoint_files.open_manager(
         epath.Path(workdir) / checkpoint_files.FOLDER, writes=False
@@ -143,14 +147,14 @@ def last_arrays(workdir: pathlib.Path) -> dict[str, np.ndarray]:
         saved = manager.item_metadata(manager.latest_step())
         shapes = {
             item: {
-                k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
-                for k, x in saved[item].items()
+                k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here) for k, x in arrays.items()
             }
-            for item in items
+            for item in (checkpoint_files.WEIGHTS, checkpoint_files.REPLAY, checkpoint_files.REST)
+            if (arrays := saved.get(item))
         }
         restore = {item: ocp.args.StandardRestore(x) for item, x in shapes.items()}
         found = manager.restore(manager.latest_step(), args=ocp.args.Composite(**restore))
-    return {f"{item}/{k}": np.asarray(x) for item in items for k, x in found[item].items()}
+    return {f"{item}/{k}": np.asarray(x) for item in shapes for k, x in found[item].items()}
 
 
 def check_same_learning(one: pathlib.Path, many: pathlib.Path) -> None:

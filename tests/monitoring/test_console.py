@@ -118,6 +118,19 @@ def test_the_view_shows_progress_returns_losses_times_and_memory():
     assert by_label["memory"] == "process 1.5 GiB device 2.5 GiB of 80.0 GiB"
 
 
+def test_the_view_shows_a_replay_and_that_it_fills():
+    replay = {"replay/fill": 0.05, "replay/learning": 0.0, "replay/age": 0.0}
+    filling = train_row(1000, **replay)
+    (line,) = [line for line in drawn(view_of(filling)) if "replay" in line]
+    assert line.strip("│ ").split(None, 1) == ["replay", "fills before learning begins: 5%"]
+    assert dashboard.summary_line(filling).endswith("replay fills (5%), return 1.000")
+    learning = {"replay/learning": 1.0, "replay/age": 12.25, "replay/importance": 0.5}
+    row = train_row(2000, **{**replay, **learning})
+    (line,) = [line for line in drawn(view_of(row)) if "replay" in line]
+    assert " ".join(line.split()[1:-1]) == "replay fill 0.0500 age in updates 12.2 importance 0.500"
+    assert "replay" not in dashboard.summary_line(row)
+
+
 def test_verbose_shows_all_values():
     text = "\n".join(drawn(view_of(actor_row(1000)), 100, verbose=True))
     assert "episodes 3" in text

@@ -16,7 +16,7 @@ from etils import epath
 from podracer import anakin, errors
 from podracer.acting.statistics import Episodes
 from podracer.anakin import trainer
-from podracer.distributed.checksum import checksum
+from podracer.distributed.checksum import checksum, digests
 from podracer.distributed.processes import Processes
 from podracer.storage import checkpoint, retry
 from podracer.storage.checkpoint import Checkpoints, Progress
@@ -137,8 +137,8 @@ def _collected():
 
 def damage(folder: Path, how: str) -> None:
     """Damages all files of arrays, as not every file is in use."""
-    if how == "incomplete":
-        shutil.rmtree(folder / "rest")
+    if how in ("rest", "replay"):
+        shutil.rmtree(folder / how)
         return
     for file in [p for p in folder.rglob("*") if p.is_file() and p.parent.name == "d"]:
         content = bytearray(file.read_bytes())
@@ -177,7 +177,11 @@ def test_a_run_without_an_undamaged_checkpoint_is_an_error(tmp_path):
         anakin.train(resumable(), tmp_path / "run", quiet=True)
 
 
-STATE = {"train": {"weights": {"a": np.arange(12.0)}}, "key": np.arange(3)}
+STATE = {
+    "train": {"weights": {"a": np.arange(12.0)}},
+    "source": {"frames": np.arange(96, dtype=np.uint8).reshape(4, 6, 4)},
+    "key": np.arange(3),
+}
 
 
 def state(offset=0):
@@ -198,7 +202,7 @@ def saved(folder, updates):
 
 
 @leftovers
-@pytest.mark.parametrize("how", ["truncated", "flipped", "lost", "incomplete"])
+@pytest.mark.parametrize("how", ["truncated", "flipped", "lost", "rest", "replay"])
 def test_whatever_is_damaged_is_noticed(how, tmp_path):
     saved(tmp_path, (1, 2))
     damage(tmp_path / "checkpoints" / "2", how)
@@ -228,6 +232,10 @@ def test_arrays_are_found_by_the_names_of_earlier_commits(tmp_path):
     saving = checkpoints(tmp_path)
     saving.save(state({"memory": core, "total": 2.0}), Progress(1), None)
     saving.close()
+    file = tmp_path / "checkpoints" / "1" / "progress" / "metadata"
+    content = json.loads(file.read_text())
+    del content["replay"]
+    file.write_text(json.dumps(content))
     expected = state({"network": core, "total": 2.0})
     restored, progress = checkpoints(tmp_path).restore(jax.tree.map(lambda x: x * 0, expected))
     assert progress.update == 1
@@ -371,6 +379,25 @@ def test_any_changed_element_changes_the_checksum():
             assert int(checksum({**arrays, name: changed})) != whole
     swapped = arrays["a"][::-1]
     assert int(checksum({**arrays, "a": swapped})) != whole
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "bfloat16", "float32"])
+@pytest.mark.parametrize("last", [4, 3])
+def test_any_changed_element_changes_a_digest(last, dtype):
+    """Whether whole words are summed, as with four bytes in the last axis, or single elements."""
+    x = np.random.default_rng(0).integers(0, 2, (2, 3, 5, last)).astype(dtype)
+    whole = digests({"x": jax.numpy.asarray(x)})["x"]
+    assert whole.shape == (2, 3)
+    for place in np.ndindex(x.shape):
+        changed = x.copy()
+        changed[place] = 1 - changed[place]
+        differs = digests({"x": jax.numpy.asarray(changed)})["x"] != whole
+        assert differs[place[:2]]
+        assert differs.sum() == 1
+    swapped = x.copy()
+    swapped[0, 0, [0, 1]] = x[0, 0, [1, 0]]
+    if (x[0, 0, 0] != x[0, 0, 1]).any():
+        assert digests({"x": jax.numpy.asarray(swapped)})["x"][0, 0] != whole[0, 0]
 
 
 def unwritable(monkeypatch, times: int) -> None:

@@ -247,8 +247,15 @@ def test_a_divergence_leaves_the_checkpoint_before_it(tmp_path):
     assert result.summary["env_steps"] == 16 * 8 * 10
 
 
-def test_sebulba_resumes_its_learner(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("changes", "begin"),
+    [(REPLAY, 1), pytest.param({}, 0, marks=pytest.mark.slow)],
+    ids=name_of,
+)
+def test_sebulba_resumes_its_learner(changes, begin, tmp_path, monkeypatch, capsys):
+    """``begin`` is the number of updates before the first gradient step."""
     run = resumable(
+        **changes,
         env="dummy:counting",
         cpu_devices=8,
         sebulba__actor_devices=(0,),
@@ -269,10 +276,12 @@ def test_sebulba_resumes_its_learner(tmp_path, monkeypatch, capsys):
     assert after["rest/train/step"] == 10
     np.testing.assert_array_equal(before["rest/key"], after["rest/key"])
     # The optimizer's counts continue.
-    counts = [name for name in after if name.endswith("count")]
+    counts = [name for name in after if name.startswith("rest/") and name.endswith("count")]
     assert counts
     for name in counts:
-        assert after[name] / before[name] == 10 / 4
+        assert after[name] / before[name] == (10 - begin) / (4 - begin)
+    if changes:
+        assert (after["replay/ring/count"] == 10).all()
     # Times are those of both starts; a start with nothing left to do adds none.
     updating = sum(row["time/learner_update"] for row in result.metrics)
     assert updating > sum(row["time/learner_update"] for row in began) > 0

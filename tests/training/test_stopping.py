@@ -42,6 +42,13 @@ ENDLESS = (
 )  # fmt: skip
 
 
+# Full after a tenth of a run of ``command``, in which it is written over again and again.
+REPLAY = (
+    "--config.replay.capacity=40_000", "--config.replay.begin=5_000", "--config.replay.batch=64",
+    "--config.replay.gradient_steps=4", "--config.replay.priority_exponent=0.6",
+)  # fmt: skip
+
+
 def start(*arguments):
     return subprocess.Popen(
         command(*arguments), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -109,13 +116,16 @@ def test_two_runs_in_one_workdir(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_twenty_kills_change_nothing(tmp_path):
+@pytest.mark.parametrize("agent", ["ppo", "dqn"])
+def test_twenty_kills_change_nothing(agent, tmp_path):
     """``kill -9`` at 20 random moments, each time resumed by the same command."""
-    subprocess.run(command(tmp_path / "whole"), cwd=ROOT, check=True, capture_output=True)
+    changes = [f"--config.agent={agent}", *REPLAY]
+    whole_run = command(tmp_path / "whole", *changes)
+    subprocess.run(whole_run, cwd=ROOT, check=True, capture_output=True)
     rng = np.random.default_rng(0)
     kills = 0
     while kills < 20:
-        with start(tmp_path / "run") as run:
+        with start(tmp_path / "run", *changes) as run:
             # Anywhere: in the imports, the compilation, between two saves, in one.
             seconds = rng.uniform(0.5, 8) if kills % 2 else None
             if seconds is None:
@@ -132,7 +142,8 @@ def test_twenty_kills_change_nothing(tmp_path):
         if run.returncode == 0:
             break
     assert kills == 20, "the run was over before it was killed twenty times"
-    subprocess.run(command(tmp_path / "run"), cwd=ROOT, check=True, capture_output=True)
+    last_run = command(tmp_path / "run", *changes)
+    subprocess.run(last_run, cwd=ROOT, check=True, capture_output=True)
     whole, killed = (last_arrays(tmp_path / name) for name in ("whole", "run"))
     for name, x in whole.items():
         np.testing.assert_array_equal(x, killed[name], err_msg=name)
@@ -140,4 +151,5 @@ def test_twenty_kills_change_nothing(tmp_path):
     steps = [row["step"] for row in rows]
     assert all(a < b for a, b in itertools.pairwise(steps))
     assert without_times(rows) == without_times(rows_of(tmp_path / "whole"))
-    assert math.isclose(rows[-1]["eval/episode_return"], 500, abs_tol=100)
+    if agent == "ppo":
+        assert math.isclose(rows[-1]["eval/episode_return"], 500, abs_tol=100)

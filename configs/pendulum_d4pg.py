@@ -2,7 +2,9 @@
 
     python -m podracer.anakin --config=configs/pendulum_d4pg.py
 
-Result: a final evaluation of about -150. Hardware: 2 CPU cores, under a minute in total.
+Result: a final evaluation of -145.9 with seed 0 and of -147.2 with seed 5, over 1,024 episodes.
+Hardware: 2 cores of an AMD EPYC, shared with other work, 62 seconds of which 31 to compile; 20 with
+the compiled program of an earlier run.
 """
 
 import ml_collections
@@ -27,7 +29,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.replay.gradient_steps = 2
     config.d4pg.v_min = -1000.0
     config.d4pg.v_max = 0.0
-    # At the critic's rate, tanh saturates before the critic is right, and stays so.
+    # At the critic's rate, one of two seeds stays at -800 (docs/d4pg.md).
     config.d4pg.policy_rate = 0.25
     config.d4pg.policy_hidden = (64, 64)
     config.d4pg.critic_hidden = (64, 64)

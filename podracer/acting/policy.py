@@ -114,10 +114,16 @@ class Policy:
         self._count = 0
 
         def act(
-            weights: Weights, carry: Carry, key: Array, count: Array, first: Array, observation: Any
+            weights: Weights,
+            carry: Carry,
+            key: Array,
+            count: Array,
+            first: Array,
+            reward: Array,
+            observation: Any,
         ) -> tuple[Carry, Array]:
             seen = jax.tree.map(lambda x: x[None], _observe(env, observation))
-            timestep = TimeStep(seen, jnp.zeros(1), jnp.ones(1), first[None])
+            timestep = TimeStep(seen, reward[None], jnp.ones(1), first[None])
             env_ids = jnp.zeros(1, jnp.int32)
             keys = env_keys(jax.random.fold_in(key, count), env_ids, 1)[0]
             carry, action, _ = agent.act(weights, carry, timestep, keys, greedy=greedy)
@@ -130,12 +136,14 @@ class Policy:
         """Begins a new episode: resets the carry. Actions are sampled with new random numbers."""
         self._carry, self._first = self._initial, True
 
-    def __call__(self, observation: Any) -> Any:
+    def __call__(self, observation: Any, reward: float = 0.0) -> Any:
         """Chooses the next action.
 
         Args:
           observation: a number, an array or a dictionary of them, as the environment itself
             returns it.
+          reward: the reward that came with the observation. Only agents that observe rewards, such
+            as R2D2, need it.
 
         Returns:
           An ``int`` for a Discrete action space, a float32 numpy array of the space's shape for a
@@ -148,7 +156,8 @@ class Policy:
         observation = jax.tree.map(
             np.asarray, observation, is_leaf=lambda x: not isinstance(x, dict)
         )
-        inputs = (np.uint32(self._count % 2**32), np.bool_(self._first), observation)
+        count, first = np.uint32(self._count % 2**32), np.bool_(self._first)
+        inputs = (count, first, np.float32(reward), observation)
         self._carry, action = self._act(self._weights, self._carry, self._key, *inputs)
         self._first = False
         self._count += 1

@@ -13,10 +13,9 @@ import jax.numpy as jnp
 import rlax
 from flax import struct
 
-from podracer.agents import normalization, q_learning, transitions
-from podracer.agents.settings import Settings, make_replay
+from podracer.agents import normalization, target_network, transitions
+from podracer.agents.settings import Settings, make_replay, replay_gradient_steps
 from podracer.errors import ConfigError
-from podracer.learning import replay
 from podracer.nets.policy_critic import PolicyCritic, make_policy_critic
 from podracer.types import (
     Agent,
@@ -93,7 +92,7 @@ class Config:
 
     def gradient_steps(self, settings: Settings) -> GradientSteps:
         """See ``agents``."""
-        return replay.gradient_steps(settings.replay, settings.num_envs, transitions=1)
+        return replay_gradient_steps(settings, 1)
 
 
 class ActorCarry(struct.PyTreeNode):
@@ -195,12 +194,12 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
         q = (jax.nn.softmax(best) * atoms).sum(-1)
         critic, policy = (batch.importance * errors).mean(), -(valid * q).mean()
         metrics = {"total": critic + policy, "critic": critic, "policy": policy, "q": q.mean()}
-        priorities = jax.lax.stop_gradient(errors) + q_learning.LEAST_PRIORITY
+        priorities = jax.lax.stop_gradient(errors)
         return critic + policy, LossAux(metrics, priorities)
 
     init, carry, act = _make_functions(spec, settings, config, network)
     item = transitions.make_item(settings, devices, config.n_step)
     source = make_replay(item, spec, settings, devices)
-    target = q_learning.periodic_target(config.target_period, config.target_rate)
+    update_target = target_network.periodic(config.target_period, config.target_rate)
     rates = (("policy", config.policy_rate), ("critic", 1.0))
-    return Agent(init, carry, act, source, loss, target, _labels, rates)
+    return Agent(init, carry, act, source, loss, update_target, _labels, rates)

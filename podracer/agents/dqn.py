@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from podracer.agents import q_learning, transitions
+from podracer.agents import q_learning, target_network, transitions
 from podracer.agents.q_learning import QLearningConfig
-from podracer.agents.settings import Settings, make_replay
+from podracer.agents.settings import Settings, make_replay, replay_gradient_steps
 from podracer.errors import ConfigError
-from podracer.learning import replay
 from podracer.nets.q_network import make_q_network
 from podracer.types import (
     Agent,
@@ -51,6 +50,7 @@ class Config(QLearningConfig):
     double: bool = True
     huber: float = 1.0
 
+    name: ClassVar[str] = "dqn"
     off_policy: ClassVar[bool] = True
     fixed: ClassVar[tuple[str, ...]] = ("n_step", "dueling")
 
@@ -61,7 +61,7 @@ class Config(QLearningConfig):
 
     def gradient_steps(self, settings: Settings) -> GradientSteps:
         """See ``agents``."""
-        return replay.gradient_steps(settings.replay, settings.num_envs, transitions=1)
+        return replay_gradient_steps(settings, 1)
 
 
 def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Agent:
@@ -104,9 +104,9 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
         losses = optax.huber_loss(error, delta=config.huber) if config.huber else 0.5 * error**2
         total = (batch.importance * losses).mean()
         metrics = {"total": total, "q": q.mean(), "td_error": jnp.abs(error).mean()}
-        return total, LossAux(metrics, priorities=jnp.abs(error) + q_learning.LEAST_PRIORITY)
+        return total, LossAux(metrics, priorities=jnp.abs(error))
 
     item = transitions.make_item(settings, devices, config.n_step)
     source = make_replay(item, spec, settings, devices)
-    target = q_learning.periodic_target(config.target_period)
-    return Agent(init, carry, act, source, loss, target)
+    update_target = target_network.periodic(config.target_period)
+    return Agent(init, carry, act, source, loss, update_target)

@@ -2,11 +2,10 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import struct
 
 from podracer.agents import normalization
@@ -14,10 +13,7 @@ from podracer.agents.settings import Settings
 from podracer.errors import ConfigError
 from podracer.nets import masks
 from podracer.nets.q_network import QNetwork
-from podracer.types import Array, ArrayTree, Carry, Params, Spec, TimeStep, Weights
-
-# Added to errors, so that every item can be drawn again.
-LEAST_PRIORITY = 1e-6
+from podracer.types import Array, ArrayTree, Carry, Spec, TimeStep, Weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +29,7 @@ class QLearningConfig:
       evaluation_epsilon: probability of a random action in evaluations with
         ``evaluation.greedy``.
       target_period: gradient steps between two copies of the parameters to the target network.
+      name: the agent's name, for errors.
     """
 
     n_step: int
@@ -42,17 +39,19 @@ class QLearningConfig:
     evaluation_epsilon: float
     target_period: int
 
+    name: ClassVar[str]
+
     def __post_init__(self):
-        if min(self.n_step, self.target_period) <= 0:
-            raise ConfigError(
-                "n_step and target_period must be positive, got "
-                f"{self.n_step} and {self.target_period}"
-            )
+        for key in ("n_step", "target_period"):
+            if getattr(self, key) <= 0:
+                raise ConfigError(f"{self.name}.{key} must be positive, got {getattr(self, key)}")
         for key in ("epsilon", "evaluation_epsilon"):
             if not 0 <= getattr(self, key) <= 1:
-                raise ConfigError(f"{key} must be in [0, 1], got {getattr(self, key)}")
+                raise ConfigError(f"{self.name}.{key} must be in [0, 1], got {getattr(self, key)}")
         if self.epsilon_alpha < 0:
-            raise ConfigError(f"epsilon_alpha must not be negative, got {self.epsilon_alpha}")
+            raise ConfigError(
+                f"{self.name}.epsilon_alpha must not be negative, got {self.epsilon_alpha}"
+            )
 
 
 class QCarry(struct.PyTreeNode):
@@ -149,16 +148,3 @@ def choose(q: Array, epsilon: Array | float, keys: Array, legal: Array | None = 
 def select(q: Array, action: Array) -> Array:
     """The values of actions: ``[..., actions]`` and ``[...]`` -> ``[...]``."""
     return jnp.take_along_axis(q, action[..., None], -1)[..., 0]
-
-
-def periodic_target(period: int, rate: float = 1.0) -> Callable[[Params, Params, Array], Params]:
-    """``Agent.target``: at every ``period``-th gradient step, moves the target towards the
-    parameters; a rate of 1 copies them."""
-
-    def target(params: Params, target: Params, step: Array) -> Params:
-        def move() -> Params:
-            return params if rate == 1 else optax.incremental_update(params, target, rate)
-
-        return jax.lax.cond(step % period == 0, move, lambda: target)
-
-    return target

@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from podracer.agents import normalization, q_learning, returns
+from podracer.agents import normalization, q_learning, returns, target_network
 from podracer.agents.q_learning import QLearningConfig
-from podracer.agents.settings import Settings, make_replay
+from podracer.agents.settings import Settings, make_replay, replay_gradient_steps
 from podracer.errors import ConfigError
-from podracer.learning import replay
 from podracer.learning.ring import Item, Kept, Window
 from podracer.nets.q_network import QNetwork, make_q_network
 from podracer.types import (
@@ -64,6 +63,7 @@ class Config(QLearningConfig):
     rescale: bool = True
     max_priority: float = 0.9
 
+    name: ClassVar[str] = "r2d2"
     off_policy: ClassVar[bool] = True
     fixed: ClassVar[tuple[str, ...]] = ("dueling", "burn_in", "trace")
 
@@ -79,7 +79,13 @@ class Config(QLearningConfig):
 
     def gradient_steps(self, settings: Settings) -> GradientSteps:
         """See ``agents``."""
-        return replay.gradient_steps(settings.replay, settings.num_envs, self.trace)
+        if self.trace < settings.unroll_length:
+            raise ConfigError(
+                f"r2d2.trace={self.trace} is shorter than unroll_length={settings.unroll_length}, "
+                "so that some steps would never be learned from, as sequences begin at unrolls; "
+                f"set unroll_length to at most {self.trace}"
+            )
+        return replay_gradient_steps(settings, self.trace)
 
 
 class Batch(struct.PyTreeNode):
@@ -138,8 +144,7 @@ def sequence_priority(config: Config, error: Array, valid: Array) -> Array:
     """The priorities of sequences, from errors ``[T, B]`` that are 0 where they are invalid."""
     size = jnp.abs(error)
     mean = size.sum(0) / jnp.maximum(valid.sum(0), 1)
-    mixed = config.max_priority * size.max(0) + (1 - config.max_priority) * mean
-    return mixed + q_learning.LEAST_PRIORITY
+    return config.max_priority * size.max(0) + (1 - config.max_priority) * mean
 
 
 def burn_in_and_trace(network: QNetwork, params: Params, batch: Batch, burn_in: int) -> Array:
@@ -203,11 +208,13 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
         memory = window.carry["memory"]
         return Batch(observation, timestep, action, extra, memory, window.importance)
 
-    def initial_priority(window: Window) -> Array:
+    def initial_priority(train_state: TrainState, window: Window) -> Array:
         """From the values that the actor had."""
+        stats = train_state.weights.stats
         timestep, extras = jax.tree.map(
             lambda x: jnp.swapaxes(x, 0, 1)[config.burn_in :], (window.timestep, window.extras)
         )
+        timestep = timestep.replace(reward=normalization.normalize_reward(stats, timestep.reward))
         target, valid = targets(config, settings, timestep, extras["best"])
         return sequence_priority(config, valid * (target - extras["chosen"][:-1]), valid)
 
@@ -238,5 +245,5 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
         initial_priority,
     )
     source = make_replay(item, spec, settings, devices)
-    target = q_learning.periodic_target(config.target_period)
-    return Agent(init, carry, act, source, loss, target)
+    update_target = target_network.periodic(config.target_period)
+    return Agent(init, carry, act, source, loss, update_target)

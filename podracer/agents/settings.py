@@ -8,7 +8,7 @@ from podracer.learning.replay import ReplayConfig
 from podracer.learning.ring import Item
 from podracer.learning.rollout import RolloutConfig
 from podracer.nets.network import NetworkConfig
-from podracer.types import Devices, Source, Spec
+from podracer.types import Devices, GradientSteps, Source, Spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +44,13 @@ class Settings:
     def __post_init__(self):
         if not 0 <= self.discount <= 1:
             raise ConfigError(f"discount must be in [0, 1], got {self.discount}")
+
+
+def replay_gradient_steps(settings: Settings, transitions: int) -> GradientSteps:
+    """How an update with a replay is divided; an item teaches ``transitions`` transitions."""
+    return replay.gradient_steps(
+        settings.replay, settings.num_envs, settings.unroll_length, transitions
+    )
 
 
 def make_replay(item: Item, spec: Spec, settings: Settings, devices: Devices) -> Source:

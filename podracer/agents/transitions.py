@@ -46,4 +46,9 @@ def make_item(settings: Settings, devices: Devices, n_step: int) -> Item:
         observation = normalization.normalize_observation(stats, observation)
         return Batch(observation, window.action[:, 0], target, window.importance)
 
-    return Item(n_step, 1, read, normalization.make_update_stats(settings, devices.mean))
+    def valid(window: Window) -> Array:
+        timestep = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), window.timestep)
+        return returns.valid(timestep)[0]
+
+    update_stats = normalization.make_update_stats(settings, devices.mean)
+    return Item(n_step, 1, read, update_stats, valid=valid)

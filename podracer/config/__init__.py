@@ -61,13 +61,14 @@ class Config(AgentSections):
         training (Anakin only). Each environment draws its own number, so that the first episodes
         do not all end at once; 0 takes none.
       discount: discount factor of future rewards (gamma), in [0, 1].
-      entropy_cost: weight of the entropy bonus in the loss.
-      value_cost: weight of the value loss.
+      entropy_cost: weight of the entropy bonus in the loss of "ppo" and "vtrace".
+      value_cost: weight of the value loss of "ppo" and "vtrace".
       normalize_observations: standardise observations by their running mean and variance.
       normalize_rewards: divide rewards by the running standard deviation of discounted returns.
       optimizer, learning_rate, anneal, warmup, batch_rule, reference_batch, epsilon,
         max_grad_norm: see ``learning.optimizer.OptimizerConfig``.
-      num_epochs, num_minibatches: see ``learning.rollout.RolloutConfig``.
+      num_epochs, num_minibatches: see ``learning.rollout.RolloutConfig``; agents with a replay
+        ignore them.
       cpu_devices: number of devices that a CPU is split into; 0 chooses (see
         ``auto_cpu_devices``). GPUs and TPUs ignore it.
       network: see ``nets.network.NetworkConfig``.

@@ -32,7 +32,8 @@ class EvaluationConfig:
         ``Config.updates_per_call``); 0 evaluates only at the end.
       episodes: number of whole episodes of each evaluation.
       max_steps: the longest episode, in steps. A longer one counts with its return up to that step.
-      greedy: take the most probable action; if false, sample actions from the policy.
+      greedy: act without exploration: the most probable action, or the best one (except with
+        ``evaluation_epsilon``), or the policy's without noise; if false, act as in training.
     """
 
     every: int = 0
@@ -112,7 +113,7 @@ class SebulbaConfig:
       lag: unroll n acts with the weights after update n - lag. With 0 actors wait for each update;
         with 1 they act while the learner learns from the previous unroll.
       free_running: act with the newest available weights, whatever their lag. Runs are then not
-        reproducible; for agents that learn from experience of any age.
+        reproducible, and only agents that learn from experience of any age allow it.
       newest_frame: transfer only the newest of the stacked frames to the device, which stacks them
         again; envpool's Atari environments only.
       timeout_s: seconds after which an activity of a thread, such as a step of its environments,

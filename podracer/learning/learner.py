@@ -16,7 +16,8 @@ from podracer.types import Agent, Array, ArrayTree, Devices, LossAux, TrainState
 Metrics = dict[str, Array]
 Update = Callable[[TrainState, ArrayTree, Trajectory, Array], tuple[TrainState, ArrayTree, Metrics]]
 
-# The number that the update's key is folded with for the keys of its gradient steps.
+# The number that the update's key is folded with for the keys of its gradient steps. Sources may
+# split the same key, which gives the keys of small numbers.
 STEPS = 2**32 - 1
 
 

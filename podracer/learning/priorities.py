@@ -20,6 +20,9 @@ from flax import struct
 
 from podracer.types import Array
 
+# What stands for a sum of 0 in a divisor.
+TINY = 1e-30
+
 
 class Layout(NamedTuple):
     """Where priorities are.
@@ -59,11 +62,13 @@ class Drawn(NamedTuple):
     Attributes:
       env: number of the environment on this device.
       item: number of the item in its environment.
+      priority: its priority, to its exponent.
       probability: with which a draw from all groups gives this item.
     """
 
     env: Array
     item: Array
+    priority: Array
     probability: Array
 
 
@@ -154,11 +159,12 @@ def draw(priorities: Priorities, layout: Layout, key: Array, device_index: Array
         weight = jnp.take_along_axis(chosen, place[:, None], 1)[:, 0]
         env, row = jnp.divmod(row, layout.rows)
         # The probability of a row times that of the place in it.
-        return Drawn(env, row * layout.width + place, weight / sums.sum() / layout.groups)
+        probability = weight / jnp.maximum(sums.sum(), TINY) / layout.groups
+        return Drawn(env, row * layout.width + place, weight, probability)
 
     numbers = device_index * groups + jnp.arange(groups)
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(numbers)
     items = priorities.items.reshape(groups, -1, layout.width)
     drawn = jax.vmap(from_group)(keys, items, priorities.sums.reshape(groups, -1))
     env = drawn.env + jnp.arange(groups)[:, None] * layout.envs
-    return Drawn(env.ravel(), drawn.item.ravel(), drawn.probability.ravel())
+    return jax.tree.map(jnp.ravel, drawn._replace(env=env))

@@ -13,7 +13,7 @@ from flax import struct
 
 from podracer.errors import ConfigError
 from podracer.learning import priorities as priorities_lib
-from podracer.learning.priorities import Drawn, Layout, Priorities
+from podracer.learning.priorities import TINY, Drawn, Layout, Priorities
 from podracer.learning.ring import Item, Ring, RingState, Window
 from podracer.types import (
     Array,
@@ -24,6 +24,9 @@ from podracer.types import (
     TrainState,
     Trajectory,
 )
+
+# Added to priorities, so that every item can be drawn again.
+LEAST_PRIORITY = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +41,8 @@ class ReplayConfig:
       gradient_steps: gradient steps after each unroll.
       priority_exponent: items are drawn in proportion to their priority to this power
         (https://arxiv.org/abs/1511.05952); 0 draws all items equally often.
-      importance_exponent: losses of items are weighted by their probability to the negative of this
-        power, relative to the largest weight of the batch; ignored if all items are drawn equally
+      importance_exponent: losses of items are weighted by their probability to the power of minus
+        this, relative to the largest weight of the batch; ignored if all items are drawn equally
         often.
     """
 
@@ -59,46 +62,28 @@ class ReplayConfig:
                 raise ConfigError(f"replay.{key} must be in [0, 1], got {getattr(self, key)}")
         if self.begin > self.capacity:
             raise ConfigError(
-                f"replay.begin={self.begin} is more than replay.capacity={self.capacity}, so that "
-                "learning would never begin"
+                f"replay.begin={self.begin} must not be more than replay.capacity={self.capacity}"
             )
 
-    def slots(self, num_envs: int, unroll_length: int, length: int) -> int:
-        """Slots of an environment.
 
-        Args:
-          num_envs: number of environments, over all devices.
-          unroll_length: steps of an unroll.
-          length: steps that an item needs.
-
-        Raises:
-          ConfigError: the capacity is too small for items of this length.
-        """
-        slots = self.capacity // num_envs // unroll_length * unroll_length
-        least = (-(-length // unroll_length) + 1) * unroll_length
-        if slots < least:
-            raise ConfigError(
-                f"replay.capacity={self.capacity:,} keeps {slots} steps of each of {num_envs:,} "
-                f"environments, but an item of {length} steps needs {least}; set it to at least "
-                f"{least * num_envs:,}"
-            )
-        return slots
-
-
-def gradient_steps(config: ReplayConfig, num_envs: int, transitions: int) -> GradientSteps:
+def gradient_steps(
+    config: ReplayConfig, num_envs: int, unroll_length: int, transitions: int
+) -> GradientSteps:
     """How an update is divided into gradient steps.
 
     Args:
       config: settings of the replay.
       num_envs: number of environments, over all devices.
+      unroll_length: steps of an unroll.
       transitions: transitions of an item that are learned from.
     """
     steps = f"{config.gradient_steps} gradient step" + "s" * (config.gradient_steps > 1)
+    ratio = config.gradient_steps * config.batch * transitions / (num_envs * unroll_length)
     return GradientSteps(
         config.gradient_steps,
         config.batch * transitions,
         gcd(num_envs, config.batch),
-        f"{steps} of {config.batch:,} items from {config.capacity:,} steps",
+        f"{steps} of {config.batch:,} items; replay ratio {ratio:.3g}",
     )
 
 
@@ -108,7 +93,7 @@ class ReplayState(struct.PyTreeNode):
     Attributes:
       ring: the steps.
       priorities: of the items.
-      largest: ``[B]`` float32, the largest priority so far, to its exponent.
+      largest: ``[B]`` float32, the largest priority so far, to its exponent; 0 before any is set.
     """
 
     ring: RingState
@@ -145,10 +130,11 @@ class Replay(NamedTuple):
             raise ConfigError(
                 f"replay.batch={self.config.batch} is drawn from {self.layout.groups} groups of "
                 f"the {self.num_envs} environments (their greatest common divisor), which do not "
-                f"divide evenly over devices with {batch} environments each"
+                f"divide evenly over devices with {batch} environments each; use a number of "
+                f"devices that divides {self.layout.groups}, or another replay.batch"
             )
         priorities = priorities_lib.init(self.layout, batch)
-        return ReplayState(self.ring.init(trajectory), priorities, jnp.ones(batch))
+        return ReplayState(self.ring.init(trajectory), priorities, jnp.zeros(batch))
 
     def add(
         self, state: ReplayState, train_state: TrainState, trajectory: Trajectory, key: Array
@@ -156,7 +142,8 @@ class Replay(NamedTuple):
         """Writes a trajectory over the oldest one, see ``Source.add``."""
         del key
         stats = self.ring.item.update_stats(train_state, trajectory)
-        return self._rank(state.replace(ring=self.ring.write(state.ring, trajectory))), stats
+        state = state.replace(ring=self.ring.write(state.ring, trajectory))
+        return self._rank(state, train_state), stats
 
     def sample(
         self, state: ReplayState, train_state: TrainState, key: Array, i: Array
@@ -169,6 +156,8 @@ class Replay(NamedTuple):
         if self.prioritised:
             importance = self._importance(drawn.probability)
             metrics["replay/importance"] = importance.mean()
+            priority = drawn.priority ** (1 / self.config.priority_exponent)
+            metrics["replay/priority"] = priority.mean()
         window = self.ring.read(state.ring, drawn.env, drawn.item, importance)
         return self.ring.item.read(train_state, window), drawn, metrics
 
@@ -178,7 +167,8 @@ class Replay(NamedTuple):
         """Sets the priorities of the items of a batch, see ``Source.update``."""
         if not self.prioritised or isinstance(priorities, tuple):
             return state
-        values = priorities**self.config.priority_exponent
+        values = self._raised(priorities)
+        values = jnp.where(drawn.probability > 0, values, 0.0)
         return state.replace(
             priorities=priorities_lib.assign(state.priorities, drawn.env, drawn.item, values),
             largest=state.largest.at[drawn.env].max(values),
@@ -196,28 +186,24 @@ class Replay(NamedTuple):
         """Whether enough steps were added, see ``Source.ready``."""
         ring = self.ring
         begin = -(-self.config.begin // (self.num_envs * ring.unroll_length))
-        # Every environment has an item.
-        whole = -(-(ring.item.length + ring.frames - 1) // ring.unroll_length) + 1
-        return state.ring.count[0] >= max(begin, whole)
+        return state.ring.count[0] >= max(begin, ring.first_unrolls)
 
     def _importance(self, probability: Array) -> Array:
         """Weights of the items of a batch, of which the largest over all devices is 1."""
         power = -self.config.importance_exponent
         # An item that could not be drawn stands for a group that has none.
         weight = jnp.where(probability > 0, probability**power, 0.0)
-        return weight / self.devices.max(weight.max())
+        return weight / jnp.maximum(self.devices.max(weight.max()), TINY)
 
-    def _rank(self, state: ReplayState) -> ReplayState:
+    def _rank(self, state: ReplayState, train_state: TrainState) -> ReplayState:
         """Gives the items that the last unroll made complete their first priorities, and takes
         away those of the items that it overwrote."""
         batch, (new, exist, gone) = state.largest.size, self.ring.changed_items(state.ring)
         envs = jnp.repeat(jnp.arange(batch), new.size)
         window = self.ring.read(state.ring, envs, jnp.tile(new, batch), jnp.ones(envs.shape))
-        values, largest = self._first_priorities(state, window)
-        if self.ring.item.stride == 1:
-            # A transition that is not learned from need not be drawn.
-            valid = ~window.timestep.first[:, 1] | (window.timestep.discount[:, 1] == 0)
-            values = jnp.where(valid, values, 0.0)
+        values, largest = self._first_priorities(state, train_state, window)
+        if self.ring.item.valid is not None:
+            values = jnp.where(self.ring.item.valid(window), values, 0.0)
         values = jnp.where(exist, values.reshape(batch, -1), 0.0)
         values = jnp.pad(values, ((0, 0), (0, gone.size)))
         items = jnp.concatenate([new, gone])
@@ -226,14 +212,22 @@ class Replay(NamedTuple):
         ranked = priorities_lib.assign(state.priorities, envs, items, values.ravel())
         return state.replace(priorities=ranked, largest=largest)
 
-    def _first_priorities(self, state: ReplayState, window: Window) -> tuple[Array, Array]:
+    def _raised(self, priorities: Array) -> Array:
+        """Priorities to their exponent, positive, so that every item can be drawn again."""
+        return (priorities + LEAST_PRIORITY) ** self.config.priority_exponent
+
+    def _first_priorities(
+        self, state: ReplayState, train_state: TrainState, window: Window
+    ) -> tuple[Array, Array]:
         """The priorities of new items, and the largest one of each environment so far."""
         if not self.prioritised:
             return jnp.ones(window.importance.shape), state.largest
         if self.ring.item.initial_priority is None:
             largest = self.devices.max(state.largest.max())
+            # Before any loss has set a priority, all are equal.
+            largest = jnp.where(largest > 0, largest, 1.0)
             return jnp.broadcast_to(largest, window.importance.shape), state.largest
-        values = self.ring.item.initial_priority(window) ** self.config.priority_exponent
+        values = self._raised(self.ring.item.initial_priority(train_state, window))
         return values, jnp.maximum(state.largest, values.reshape(state.largest.size, -1).max(1))
 
 
@@ -259,9 +253,16 @@ def make_source(
     Raises:
       ConfigError: the capacity is too small; or, from ``init``, the devices can't share the draws.
     """
-    slots = config.slots(num_envs, unroll_length, item.length + frames - 1)
-    layout = priorities_lib.make_layout(num_envs, config.batch, slots // item.stride)
-    ring = Ring(item, slots, unroll_length, frames)
+    per_unroll = num_envs * unroll_length
+    ring = Ring(item, config.capacity // per_unroll * unroll_length, unroll_length, frames)
+    if ring.unrolls < ring.least_unrolls:
+        raise ConfigError(
+            f"replay.capacity={config.capacity:,} keeps {ring.slots} steps of each of {num_envs:,} "
+            f"environments, but an item of {item.length + frames - 1} steps needs "
+            f"{ring.least_unrolls * unroll_length}; set it to at least "
+            f"{ring.least_unrolls * per_unroll:,}"
+        )
+    layout = priorities_lib.make_layout(num_envs, config.batch, ring.items)
     replay = Replay(config, devices, num_envs, ring, layout)
     return Source(
         config.gradient_steps,
@@ -271,5 +272,5 @@ def make_source(
         replay.update,
         replay.finish,
         replay.ready,
-        slots * num_envs,
+        ring.slots * num_envs,
     )

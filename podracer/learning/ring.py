@@ -74,8 +74,10 @@ class Item(NamedTuple):
       keep: what is kept of a trajectory, besides time steps and actions.
       read: ``(train_state, window) -> batch``, what the loss reads.
       update_stats: ``(train_state, trajectory) -> stats``, the statistics to act with next.
-      initial_priority: ``(window) -> [n]``, priorities of new items; None gives them the largest
-        priority so far.
+      initial_priority: ``(train_state, window) -> [n]``, priorities of new items; None gives them
+        the largest priority so far.
+      valid: ``(window) -> [n]`` bool, whether items teach anything; others are never drawn. None if
+        all do.
     """
 
     length: int
@@ -83,7 +85,8 @@ class Item(NamedTuple):
     read: Callable[[TrainState, Window], ArrayTree]
     update_stats: Callable[[TrainState, Trajectory], ArrayTree]
     keep: Callable[[Trajectory], Kept] = lambda trajectory: Kept()
-    initial_priority: Callable[[Window], Array] | None = None
+    initial_priority: Callable[[TrainState, Window], Array] | None = None
+    valid: Callable[[Window], Array] | None = None
 
 
 class RingState(struct.PyTreeNode):
@@ -125,6 +128,31 @@ class Ring(NamedTuple):
         """Items of an environment, complete or not."""
         return self.slots // self.item.stride
 
+    @property
+    def _per_unroll(self) -> int:
+        """Items that begin in an unroll."""
+        return self.unroll_length // self.item.stride
+
+    @property
+    def _late(self) -> int:
+        """The newest items, which lack later steps."""
+        return self.item.length // self.item.stride
+
+    @property
+    def _early(self) -> int:
+        """The oldest items, which lack the frames before them."""
+        return -(-(self.frames - 1) // self.item.stride)
+
+    @property
+    def first_unrolls(self) -> int:
+        """Unrolls after which every environment has an item."""
+        return (self._late + self._early) // self._per_unroll + 1
+
+    @property
+    def least_unrolls(self) -> int:
+        """Unrolls that have to be kept, so that items are complete before they are overwritten."""
+        return -(-(self._late + self._early) // self._per_unroll) + 1
+
     def init(self, trajectory: Trajectory) -> RingState:
         """An empty ring for such trajectories."""
         batch = trajectory.action.shape[1]
@@ -162,10 +190,8 @@ class Ring(NamedTuple):
           The numbers ``[k]`` of the items that it made complete, whether they exist ``[k]`` (there
           are none from before the first step), and the numbers ``[m]`` of the incomplete ones.
         """
-        stride = self.item.stride
-        per_unroll = self.unroll_length // stride
-        # The newest items lack later steps, and the oldest ones lack the frames before them.
-        late, early = -(-self.item.length // stride), -(-(self.frames - 1) // stride)
+        stride, per_unroll = self.item.stride, self._per_unroll
+        late, early = self._late, self._early
         end = self._next_slot(state) // stride
         new = end - per_unroll - late + jnp.arange(per_unroll)
         gone = end - late + jnp.arange(late + early)

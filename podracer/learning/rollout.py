@@ -98,6 +98,7 @@ def make_source(prepare: Prepare, config: RolloutConfig, devices: Devices) -> So
             )
 
         def deal(key: Array) -> Array:
+            # The other key is that of gradient steps in earlier commits, whose shuffles are kept.
             shuffle_key, _ = jax.random.split(key)
             return shuffle(shuffle_key, count, minibatches, devices.number())
 

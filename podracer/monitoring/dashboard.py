@@ -146,7 +146,7 @@ def summary_line(row: Row) -> str:
     """The progress, speed and returns of a row in one line."""
     text = f"{row['step']:,} steps, {_speed(row)}"
     if row.get("replay/learning") == 0:
-        text += f", replay fills ({row['replay/fill']:.0%})"
+        text += f", replay {row['replay/fill']:.0%} full, learning has not begun"
     for label, name in (("return", "train/episode_return"), ("evaluation", "eval/episode_return")):
         if name in row:
             text += f", {label} {number(row[name])}"
@@ -288,8 +288,13 @@ def _values(values: Mapping[str, int | float]) -> RenderableType:
 def _replay(values: Mapping[str, int | float]) -> RenderableType:
     """The state of a replay; until learning begins, only how full it is."""
     if values.get("learning") == 0:
-        return Text(f"fills before learning begins: {values['fill']:.0%}")
-    names = {"fill": "fill", "age": "age in updates", "importance": "importance"}
+        return Text(f"{values['fill']:.0%} full, learning has not begun")
+    names = {
+        "fill": "fill",
+        "age": "age in updates",
+        "priority": "priority",
+        "importance": "importance",
+    }
     return _values({label: values[name] for name, label in names.items() if name in values})
 
 

@@ -98,7 +98,8 @@ def make_policy_critic(
         )
     if config.torso == "mlp":
         config = dataclasses.replace(config, hidden=())
-    size, actions = Branch(spec, config, rngs=nnx.Rngs(0)).out_size, prod(action.shape)
+    size = nnx.eval_shape(lambda: Branch(spec, config, rngs=nnx.Rngs(0))).out_size
+    actions = prod(action.shape)
     torso_init, torso = as_functions(lambda rngs: Branch(spec, config, rngs=rngs))
     policy_init, policy = as_functions(
         lambda rngs: Head(size, policy_hidden, actions, config, rngs=rngs)

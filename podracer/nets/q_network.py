@@ -9,7 +9,7 @@ from flax import nnx
 from podracer.errors import ConfigError
 from podracer.nets import masks
 from podracer.nets.mlp import linear
-from podracer.nets.network import DTYPES, Branch, NetworkConfig, as_functions, initial_carry
+from podracer.nets.network import Branch, NetworkConfig, as_functions, initial_carry
 from podracer.types import Array, ArrayTree, Carry, Discrete, Params, Spec
 
 
@@ -45,18 +45,18 @@ class ActionValues(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.branch = Branch(spec, config, extra, rngs=rngs)
-        size, dtype = self.branch.out_size, DTYPES[config.dtype]
-        self.advantage = linear(size, actions, 0.01, dtype=dtype, rngs=rngs)
-        self.value = linear(size, 1, 0.01, dtype=dtype, rngs=rngs) if dueling else None
+        size = self.branch.out_size
+        # Always in float32: bfloat16 has no numbers between 128 and 129.
+        self.advantage = linear(size, actions, 0.01, dtype=jnp.float32, rngs=rngs)
+        self.value = linear(size, 1, 0.01, dtype=jnp.float32, rngs=rngs) if dueling else None
 
     def __call__(
         self, carry: Carry, observation: ArrayTree, first: Array, extra: Array | None
     ) -> tuple[Carry, Array]:
         carry, x = self.branch(carry, observation, first, extra)
-        q = self.advantage(x).astype(jnp.float32)
+        q = self.advantage(x)
         if self.value is not None:
-            value = self.value(x).astype(jnp.float32)
-            q = value + q - q.mean(-1, keepdims=True, where=masks.legal(observation))
+            q = self.value(x) + q - q.mean(-1, keepdims=True, where=masks.legal(observation))
         return carry, masks.restrict(q, observation)
 
 

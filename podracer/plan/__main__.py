@@ -48,10 +48,21 @@ FLAGS: dict[str, command_line.Flag] = {
     "envs_per_core": (
         flags.DEFINE_integer,
         0,
-        "Environments per learner core, instead of the config's num_envs",
+        "Environments per learner core, instead of the config's num_envs; a replay grows as well",
     ),
     "json": (flags.DEFINE_bool, False, "Print JSON instead of tables"),
 }
+
+
+def scale(config: Config, num_envs: int) -> Config:
+    """The config with another number of environments, and a replay in proportion to it."""
+    factor = num_envs / config.num_envs
+    sizes = {
+        key: max(1, round(getattr(config.replay, key) * factor))
+        for key in ("capacity", "begin", "batch")
+    }
+    replay = dataclasses.replace(config.replay, **sizes)
+    return dataclasses.replace(config, num_envs=num_envs, replay=replay)
 
 
 def make_plans(
@@ -80,7 +91,7 @@ def make_plans(
         scaled = config
         if envs_per_core:
             learners = programs.num_learner_devices(config, arch, tpu_slice)
-            scaled = dataclasses.replace(config, num_envs=envs_per_core * learners)
+            scaled = scale(config, envs_per_core * learners)
         plans.append(estimate.make_plan(scaled, arch, env, tpu_slice, cache))
     return plans
 

@@ -59,8 +59,8 @@ class Checkpoints:
         """The newest undamaged checkpoint, placed on devices as ``state`` is.
 
         Args:
-          state: the initial state of the run. It is freed if there is a checkpoint, except for a
-            replay that a checkpoint does not hold, which stays as it is.
+          state: the initial state of the run. It is freed if there is a checkpoint. Of a checkpoint
+            without the contents of a replay, the replay is empty.
 
         Returns:
           State and progress; ``state`` and no progress where there is no checkpoint.
@@ -78,7 +78,8 @@ class Checkpoints:
         if not steps:
             return state, Progress()
         shapes, build = files.describe(state)
-        initial = self._free(state, steps)
+        for x in jax.tree.leaves(state):
+            x.delete()
         scores, unreadable = self._processes.broadcast(lambda: self._read_scores(steps))
         damaged = dict(unreadable)
         for step in steps:
@@ -89,30 +90,13 @@ class Checkpoints:
                 arrays, progress = loaded
                 self._processes.broadcast(lambda: self._set_aside(damaged))
                 self._best = max(score for each, score in scores if each not in damaged)
-                return build({**initial, **arrays}), progress
+                return build({**files.empty_replay(shapes, arrays), **arrays}), progress
             damaged[step] = reason
         raise SaveError(
             f"no checkpoint in {folder} can be used: "
             + "; ".join(f"{step} ({reason})" for step, reason in damaged.items())
             + "; --restart moves this run aside and starts over"
         )
-
-    def _free(self, state: ArrayTree, steps: list[int]) -> dict[str, Array]:
-        """Frees what these checkpoints hold of a state, and returns the rest by name: the replay,
-        if one of them lacks it."""
-        folder = self._workdir / FOLDER
-        kept = files.replay_arrays(named_arrays(state))
-        if kept and self._processes.broadcast(
-            lambda: self._reading(
-                folder, lambda: all(files.has_replay(folder, step) for step in steps)
-            )
-        ):
-            kept = {}
-        there = {id(x) for x in kept.values()}
-        for x in jax.tree.leaves(state):
-            if id(x) not in there:
-                x.delete()
-        return kept
 
     def _reading(self, path: epath.Path, function: Callable[[], T]) -> T:
         """Calls a function that reads from this path, with retries."""
@@ -151,6 +135,13 @@ class Checkpoints:
         self, step: int, shapes: Mapping[str, Any]
     ) -> tuple[tuple[Mapping[str, Array], Progress] | None, str]:
         """The arrays and the progress of a checkpoint; if it is damaged, None and the reason."""
+        folder = self._workdir / FOLDER
+        # Other processes may not see a folder yet.
+        if not self._processes.broadcast(
+            lambda: self._reading(folder, lambda: files.has_replay(folder, step))
+        ):
+            absent = files.replay_arrays(shapes)
+            shapes = {name: x for name, x in shapes.items() if name not in absent}
         read, reason = self._together(lambda: self._read(step, shapes))
         if reason:
             return None, reason

@@ -11,9 +11,11 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -129,6 +131,17 @@ def replay_arrays(named: Mapping[str, T]) -> dict[str, T]:
     return {name: x for name, x in named.items() if name.startswith(_PREFIXES[REPLAY])}
 
 
+def empty_replay(
+    shapes: Mapping[str, jax.ShapeDtypeStruct], saved: Mapping[str, Array]
+) -> dict[str, Array]:
+    """The arrays of a replay that a checkpoint does not hold: zeros, as of a new run."""
+    return {
+        name: jax.jit(partial(jnp.zeros, x.shape, x.dtype), out_shardings=x.sharding)()
+        for name, x in replay_arrays(shapes).items()
+        if name not in saved
+    }
+
+
 def has_replay(folder: epath.Path, step: int) -> bool:
     """Whether a checkpoint holds the contents of a replay."""
     return bucket.exists(folder / str(step) / REPLAY)
@@ -145,12 +158,9 @@ def read(
       shapes: shapes and placement of the arrays to read, by name.
 
     Returns:
-      The arrays, of which each process reads what its devices hold, without those of a replay that
-      was not saved; and the progress with the checksum, as in the JSON file.
+      The arrays, of which each process reads what its devices hold, and the progress with the
+      checksum, as in the JSON file.
     """
-    if not has_replay(folder, step):
-        absent = replay_arrays(shapes)
-        shapes = {name: x for name, x in shapes.items() if name not in absent}
     with open_manager(folder, writes=False) as manager:
         names = _saved_names(manager, step, shapes)
         items = _split({names[name]: x for name, x in shapes.items()})

@@ -1,12 +1,10 @@
 """Whether a config may resume a run: which settings differ, and which of them must not."""
 
-import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from etils import epath
 
-from podracer.config import Config, sections
 from podracer.errors import ConfigError
 from podracer.storage.workdir import read_config
 
@@ -16,6 +14,7 @@ FIXED = (
     "architecture", "env", "env_kwargs", "env_params", "observed", "agent", "seed", "num_seeds",
     "num_envs", "unroll_length", "network", "optimizer", "normalize_observations",
     "normalize_rewards", "replay.capacity", "replay.batch",
+    "replay.priority_exponent",
 )  # fmt: skip
 
 
@@ -37,23 +36,29 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tup
     return {k: (before.get(k), after.get(k)) for k in keys if before.get(k) != after.get(k)}
 
 
-def check_same_run(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def check_same_run(
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    fixed: Collection[str] = (),
+) -> list[str]:
     """Checks that a config may resume a run, and returns a line for each value that changes.
 
-    A setting that is newer than the run had its default value.
 
     Args:
       old: the config of the run so far.
       new: the config to resume it with.
+      defaults: the default config; a setting that is newer than the run had its default value.
+      fixed: dotted keys that may not change, in addition to ``FIXED``.
 
     Raises:
       ConfigError: a value differs that may not.
     """
     lines = []
-    fixed = tuple(f"{key}." for key in (*FIXED, *sections.FIXED))
-    old = {**flatten(dataclasses.asdict(Config())), **flatten(old)}
+    prefixes = tuple(f"{key}." for key in (*FIXED, *fixed))
+    old = {**flatten(defaults), **flatten(old)}
     for key, (before, after) in differences(old, new).items():
-        if f"{key}.".startswith(fixed):
+        if f"{key}.".startswith(prefixes):
             raise ConfigError(
                 f"the run in the workdir has {key}={before!r}, not {after!r}, which can't change "
                 "when it is resumed; specify another --workdir, or --restart to move it aside and "

@@ -1,6 +1,6 @@
 """The training loop around a compiled step: metrics, evaluations, checkpoints, and stopping."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple, NoReturn
 
@@ -80,12 +80,27 @@ def check_finite(losses: dict[str, Any], first_update: int, sizes: Sizes) -> Non
     )
 
 
+def _means(losses: Mapping[str, Any]) -> dict[str, float]:
+    """Means over updates; those of losses over the updates that had gradient steps.
+
+    An update without gradient steps, because a replay fills, reports zeros.
+    """
+    learning = float(losses.get("replay/learning", np.ones(1)).mean())
+    of_updates = ("replay/fill", "replay/learning")
+    means = {name: float(x.mean()) for name, x in losses.items()}
+    return {
+        name: mean if name in of_updates else mean / learning
+        for name, mean in means.items()
+        if learning or name in of_updates
+    }
+
+
 def _train_row(metrics: CallMetrics) -> Row:
     episodes, ret, length = (float(x.sum()) for x in metrics.episodes)
     row: Row = {
         # A name with a slash has its own group, such as "replay/fill".
-        name if "/" in name else f"loss/{name}": float(x.mean())
-        for name, x in metrics.losses.items()
+        name if "/" in name else f"loss/{name}": x
+        for name, x in _means(metrics.losses).items()
     }
     row["train/episodes"] = round(episodes)
     if episodes:

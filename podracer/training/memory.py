@@ -1,7 +1,9 @@
 """The memory of a run's state: what a replay needs on each device, and whether there is as much."""
 
+import contextlib
 import math
 import os
+import pathlib
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +12,12 @@ from podracer.config import Config
 from podracer.errors import ConfigError
 from podracer.monitoring.formatting import size
 from podracer.types import ArrayTree, Source
+
+# Where Linux tells how much memory a container may use: its second version, and its first one.
+CGROUP_LIMITS = (
+    "/sys/fs/cgroup/memory.max",
+    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+)
 
 
 class StateMemory(NamedTuple):
@@ -20,19 +28,22 @@ class StateMemory(NamedTuple):
       replay: bytes of the replay.
       rest: bytes of everything else.
       mesh: the devices that learn.
+      num_seeds: number of agents.
     """
 
     kept: int
     replay: int
     rest: int
     mesh: jax.sharding.Mesh
+    num_seeds: int
 
     @property
     def layout(self) -> dict[str, str]:
         """The replay in words; empty for agents without one."""
         if not self.kept:
             return {}
-        return {"replay": f"{self.kept:,} steps, {size(self.replay)} {self.where}"}
+        each = f" for each of {self.num_seeds} agents" if self.num_seeds > 1 else ""
+        return {"replay": f"{self.kept:,} steps{each}, {size(self.replay)} {self.where}"}
 
     @property
     def where(self) -> str:
@@ -56,15 +67,30 @@ def measure(source: Source, state: Any, mesh: jax.sharding.Mesh) -> StateMemory:
       mesh: the devices that learn.
     """
     replay = bytes_per_device(state.source)
-    return StateMemory(source.kept, replay, bytes_per_device(state) - replay, mesh)
+    rest = bytes_per_device(state) - replay
+    return StateMemory(source.kept, replay, rest, mesh, math.prod(state.key.shape))
 
 
-def available(mesh: jax.sharding.Mesh) -> int:
-    """Bytes of memory that a device of this process has; CPU devices share the machine's."""
+def available(mesh: jax.sharding.Mesh) -> float:
+    """Bytes of memory that a device of this process has; infinite if it does not tell.
+
+    CPU devices share the machine's memory. Other processes on the machine are not considered.
+    """
     local = mesh.local_devices
+    if local[0].platform == "cpu":
+        return machine_memory() / len(local)
     limits = [(device.memory_stats() or {}).get("bytes_limit") for device in local]
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(limit or machine // len(local) for limit in limits)
+    return min(limit or math.inf for limit in limits)
+
+
+def machine_memory() -> int:
+    """Bytes of memory of this machine, or of the container that the process runs in."""
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in CGROUP_LIMITS:
+        with contextlib.suppress(OSError, ValueError):
+            # Without a limit, the file holds "max" or a number that no machine has.
+            found.append(int(pathlib.Path(path).read_text()))
+    return min(found)
 
 
 def check(memory: StateMemory, config: Config) -> None:
@@ -83,13 +109,13 @@ def check(memory: StateMemory, config: Config) -> None:
     limit = available(memory.mesh)
     if not memory.kept or memory.replay + memory.rest <= limit:
         return
-    most = max(0, limit - memory.rest) * memory.kept // memory.replay
+    most = int(max(0, limit - memory.rest) * memory.kept / memory.replay)
     # Two digits, as the number is only about right.
     most -= most % 10 ** max(0, len(str(most)) - 2)
-    lower = f"lower it to {most:,}" if most else "lower num_envs"
+    lower = f"lower it to {most:,}" if most >= config.replay.begin else "lower num_envs"
     seeds = " or lower num_seeds" * (config.num_seeds > 1)
     raise ConfigError(
         f"replay.capacity={config.replay.capacity:,} needs {size(memory.replay)} {memory.where}, "
-        f"and the rest of the state {size(memory.rest)}, but a device has {size(limit)}; {lower}, "
-        f"use more devices{seeds}"
+        f"and the rest of the state {size(memory.rest)}, but a device has {size(int(limit))}; "
+        f"{lower}, use more devices{seeds}"
     )

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from podracer.config import Config, Sizes
+from podracer.config import Config, Sizes, sections
 from podracer.distributed.processes import Processes
 from podracer.distributed.signals import StopSignals
 from podracer.errors import TransientError
@@ -97,7 +97,8 @@ class Session:
         on_error.callback(files.close)
         if files.config is not None:
             now = {"architecture": self._architecture, **dataclasses.asdict(self._config)}
-            for line in check_same_run(files.config, now):
+            defaults = dataclasses.asdict(Config())
+            for line in check_same_run(files.config, now, defaults, sections.FIXED):
                 self.log(line)
         files.hold()
         files.make_folder(CHECKPOINTS)
@@ -178,7 +179,7 @@ class Session:
             if not progress.replay:
                 self.log(
                     "the replay was not saved and refills: learning continues after "
-                    f"{self._config.replay.begin:,} steps"
+                    f"at least {self._config.replay.begin:,} more steps"
                 )
         elif self._options.init_from is not None:
             check_num_seeds(self._options.init_from, self._config.num_seeds)

@@ -8,6 +8,7 @@ import pytest
 from podracer import envs
 from podracer.agents import r2d2
 from podracer.agents.q_learning import QCarry
+from podracer.errors import ConfigError
 from podracer.nets.q_network import make_q_network
 from podracer.types import Devices, TrainState, Trajectory, Weights
 from tests import references
@@ -15,6 +16,8 @@ from tests.helpers import make_config
 
 N, BURN_IN, TRACE, ITEMS, ACTIONS, DISCOUNT = 3, 4, 9, 5, 2, 0.9
 LENGTH = BURN_IN + TRACE
+# Steps of an unroll. Two of them contain a sequence and the step after it.
+UNROLL = TRACE
 
 
 def h(x):
@@ -47,9 +50,9 @@ class Case:
             agent="r2d2",
             discount=DISCOUNT,
             num_envs=ITEMS,
-            unroll_length=LENGTH,
+            unroll_length=UNROLL,
             network__core="lstm",
-            replay__capacity=4 * LENGTH * ITEMS,
+            replay__capacity=4 * UNROLL * ITEMS,
             replay__begin=1,
             replay__batch=ITEMS,
             replay__priority_exponent=1.0,
@@ -71,11 +74,11 @@ class Case:
 
     def _replay(self, rng):
         """Adds two unrolls, after which the first one is an item of each environment."""
-        stream = references.random_stream(rng, 2 * LENGTH, ITEMS, next_step=True, truncate=0.5)
-        observation = rng.normal(size=(2 * LENGTH + 1, ITEMS, 1)).astype(np.float32)
+        stream = references.random_stream(rng, 2 * UNROLL, ITEMS, next_step=True, truncate=0.5)
+        observation = rng.normal(size=(2 * UNROLL + 1, ITEMS, 1)).astype(np.float32)
         timestep = stream.timestep.replace(observation=observation)
-        self.action = rng.integers(0, ACTIONS, (2 * LENGTH, ITEMS))
-        self.chosen, self.best = rng.normal(size=(2, 2 * LENGTH, ITEMS)).astype(np.float32)
+        self.action = rng.integers(0, ACTIONS, (2 * UNROLL, ITEMS))
+        self.chosen, self.best = rng.normal(size=(2, 2 * UNROLL, ITEMS)).astype(np.float32)
         self.memory = jax.tree.map(
             lambda x: rng.normal(size=x.shape).astype(np.float32),
             self.network.initial_carry(ITEMS),
@@ -83,10 +86,10 @@ class Case:
         self.last = rng.integers(0, ACTIONS, ITEMS)
         carry = QCarry(self.memory, self.last, np.zeros(ITEMS, np.float32), ())
         source = None
-        for start in (0, LENGTH):
-            part = slice(start, start + LENGTH)
+        for start in (0, UNROLL):
+            part = slice(start, start + UNROLL)
             trajectory = Trajectory(
-                jax.tree.map(lambda x, s=start: x[s : s + LENGTH + 1], timestep),
+                jax.tree.map(lambda x, s=start: x[s : s + UNROLL + 1], timestep),
                 self.action[part],
                 {"chosen": self.chosen[part], "best": self.best[part]},
                 carry,
@@ -171,3 +174,8 @@ def test_the_state_after_the_burn_in_is_that_of_the_whole_unroll():
         for burn_in in (0, BURN_IN)
     ]
     np.testing.assert_allclose(*values, rtol=1e-5, atol=1e-6)
+
+
+def test_steps_that_no_sequence_would_contain():
+    with pytest.raises(ConfigError, match=r"r2d2\.trace=4 .* set unroll_length to at most 4"):
+        make_config(agent="r2d2", unroll_length=5, r2d2__trace=4)

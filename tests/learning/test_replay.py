@@ -17,13 +17,19 @@ T, FRAMES = 4, 3
 
 
 def item(length: int, stride: int = 1, **fields) -> Item:
-    """Items whose batch is the window itself."""
+    """Items whose batch is the window itself; those of single transitions may be invalid."""
+
+    def valid(window):
+        first, discount = window.timestep.first, window.timestep.discount
+        return ~first[:, 1] | (discount[:, 1] == 0)
+
     return Item(
         length,
         stride,
         read=lambda train_state, window: window,
         update_stats=lambda train_state, trajectory: (),
         keep=lambda trajectory: Kept(trajectory.extras, trajectory.carry),
+        valid=valid if stride == 1 else None,
         **fields,
     )
 
@@ -91,7 +97,7 @@ def make(envs: int, capacity: int, length: int, stride: int = 1, frames: int = 1
 
 @pytest.mark.parametrize(
     ("length", "stride", "frames"),
-    [(1, 1, 1), (3, 1, 1), (6, 1, FRAMES), (8, T, 1), (8, T, FRAMES)],
+    [(1, 1, 1), (3, 1, 1), (6, 1, FRAMES), (8, T, 1), (8, T, FRAMES), (6, T, FRAMES), (10, T, 1)],
 )
 def test_items_are_those_of_a_list_of_all_steps(length, stride, frames):
     envs, slots = 2, 5 * T
@@ -279,7 +285,7 @@ def test_impossible_settings():
         ({"capacity": 0}, "replay.capacity must be positive, got 0"),
         ({"batch": 0}, "replay.batch must be positive"),
         ({"priority_exponent": 1.5}, r"must be in \[0, 1\], got 1.5"),
-        ({"begin": 200_000}, "learning would never begin"),
+        ({"begin": 200_000}, "must not be more than replay.capacity=100000"),
     ):
         with pytest.raises(ConfigError, match=match):
             ReplayConfig(**changes)
@@ -287,5 +293,5 @@ def test_impossible_settings():
     four = replay.make_source(
         item(1), ReplayConfig(batch=1), Devices(), num_envs=4, unroll_length=T, frames=1
     )
-    with pytest.raises(ConfigError, match=r"1 groups of the 4 environments .* 2 environments each"):
+    with pytest.raises(ConfigError, match=r"1 groups of the 4 environments .* divides 1, or"):
         four.init(world.unroll())

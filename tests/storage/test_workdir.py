@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import functools
 import json
 import os
 import pathlib
@@ -12,6 +13,7 @@ import pytest
 import tenacity
 from etils import epath
 
+from podracer.config import Config, sections
 from podracer.errors import ConfigError, SaveError, TransientError
 from podracer.storage import bucket, retry
 from podracer.storage.compatibility import check_same_run
@@ -186,10 +188,13 @@ def test_damaged_rows_do_not_block_a_resume(tmp_path):
 def test_a_run_from_before_a_setting_existed_had_its_default():
     now = {"architecture": "anakin", **dataclasses.asdict(make_config())}
     before = {key: x for key, x in now.items() if key not in ("replay", "observed")}
-    assert check_same_run(before, now) == []
+    check = functools.partial(
+        check_same_run, defaults=dataclasses.asdict(Config()), fixed=sections.FIXED
+    )
+    assert check(before, now) == []
     with pytest.raises(ConfigError, match=r"observed=\[\], not \[0\], which can't change"):
-        check_same_run(before, {**now, "observed": (0,)})
+        check(before, {**now, "observed": (0,)})
     with pytest.raises(ConfigError, match=r"dqn\.dueling=False, not True"):
-        check_same_run(before, {**now, "dqn": {**now["dqn"], "dueling": True}})
-    lines = check_same_run(now, {**now, "dqn": {**now["dqn"], "target_period": 7}})
+        check(before, {**now, "dqn": {**now["dqn"], "dueling": True}})
+    lines = check(now, {**now, "dqn": {**now["dqn"], "target_period": 7}})
     assert lines == ["dqn.target_period was 500 and is now 7"]

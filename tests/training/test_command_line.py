@@ -108,9 +108,9 @@ def test_bad_settings_end_in_one_line_and_exit_code_2(name, tmp_path, capsys, no
 
 
 CONFIG_ERRORS = {
-    "cartpol": "unknown config 'cartpol'; did you mean cartpole?",
+    "cartpol": "unknown config 'cartpol'; did you mean cartpole",
     "configs/cartpol.py": "unknown config 'configs/cartpol.py'; did you mean configs/cartpole.py",
-    "elsewhere/pendulum.py": "unknown config 'elsewhere/pendulum.py'; did you mean pendulum?",
+    "elsewhere/pendulum.py": "unknown config 'elsewhere/pendulum.py'; did you mean pendulum",
     "configs/cartpole.py:slow": "--config=configs/cartpole.py:slow does not fit its get_config(): ",
     "empty.py": "--config=empty.py defines no function get_config()",
     "wrong.py": "get_config() of --config=wrong.py must return a ConfigDict, got 3",

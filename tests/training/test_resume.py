@@ -140,7 +140,7 @@ def test_a_replay_that_was_not_saved_refills(tmp_path, monkeypatch, capsys):
     assert not [name for name in before if name.startswith("replay/")]
     out = capsys.readouterr().out
     assert "refills" not in out
-    assert "  replay         512 steps, 9.0 KiB on each of 2 devices" in out
+    assert "  replay         512 steps, 8.6 KiB on each of 2 devices" in out
     with pytest.raises(errors.PreemptedError):
         anakin.train(resumable(**REPLAY), tmp_path / "run")
     out = capsys.readouterr().out

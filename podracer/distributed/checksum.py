@@ -50,7 +50,7 @@ def digests(arrays: Mapping[str, Array]) -> dict[str, Array]:
     """Arrays whose axes after the second are summed up, so that any single element changes them.
 
     Whole words are summed with odd weights, axis by axis, which takes about as long as reading
-    them; ``checksum`` takes 20 times as long for bytes. Arrays of at most two axes stay as they
+    them; ``checksum`` takes many times as long for bytes. Arrays of at most two axes stay as they
     are, and so does how arrays are sharded over the first two.
 
     Args:

@@ -3,8 +3,8 @@
     python -m podracer.sebulba --config=configs/halfcheetah_d4pg.py
 
 Result: not run to its end yet. Evaluations with seed 0: 2,745 after 102,400 steps, 4,258 after
-153,600 and 5,507 after 204,800. Hardware: 2 cores of an AMD EPYC, shared with much other work; a gradient step takes 8 to
-10 ms of a core, so that the 250,000 of a run need about 40 minutes of one.
+153,600 and 5,507 after 204,800. Hardware: 2 cores of an AMD EPYC, shared with much other work; a
+gradient step takes 8 to 10 ms of a core, so that the 250,000 of a run need about 40 minutes of one.
 """
 
 import ml_collections

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from podracer import envs
-from podracer.agents import r2d2
+from podracer.agents import normalization, r2d2
 from podracer.agents.q_learning import QCarry
 from podracer.errors import ConfigError
 from podracer.nets.q_network import make_q_network
@@ -45,7 +45,8 @@ def episodes_between(stream: references.Stream, start: int, end: int) -> referen
 class Case:
     """An agent with a recurrent network, and a batch of one random sequence an environment."""
 
-    def __init__(self, *, rescale: bool = True):
+    def __init__(self, *, rescale: bool = True, reward_deviation: float = 0.0):
+        """``reward_deviation``: by which rewards are normalised; 0 does not normalise them."""
         config = make_config(
             agent="r2d2",
             discount=DISCOUNT,
@@ -60,6 +61,7 @@ class Case:
             r2d2__burn_in=BURN_IN,
             r2d2__trace=TRACE,
             r2d2__rescale=rescale,
+            normalize_rewards=reward_deviation > 0,
         )
         rng = np.random.default_rng(0)
         env = envs.make_environment("dummy:sign", {}, {})
@@ -68,7 +70,8 @@ class Case:
         self.params, target = (self.network.init(jax.random.key(i)) for i in range(2))
         # Values of the target that differ much, so that mistakes show.
         target = jax.tree.map(lambda x: 3 * x, target)
-        stats = {"observation": (), "reward": ()}
+        moments = normalization.init(jnp.float32(0)).replace(variance=reward_deviation**2)
+        stats = {"observation": (), "reward": moments if reward_deviation else ()}
         self.state = TrainState(Weights(self.params, stats), target, (), jnp.int32(0))
         self._replay(rng)
 
@@ -84,7 +87,8 @@ class Case:
             self.network.initial_carry(ITEMS),
         )
         self.last = rng.integers(0, ACTIONS, ITEMS)
-        carry = QCarry(self.memory, self.last, np.zeros(ITEMS, np.float32), ())
+        total = np.zeros(ITEMS, np.float32) if self.state.weights.stats["reward"] else ()
+        carry = QCarry(self.memory, self.last, np.zeros(ITEMS, np.float32), total)
         source = None
         for start in (0, UNROLL):
             part = slice(start, start + UNROLL)
@@ -146,6 +150,19 @@ def test_the_loss_and_the_priorities_are_those_of_the_paper(rescaled):
     error = valid * (scale(target) - case.chosen[part][:-1])
     found = case.source.priorities.items.reshape(ITEMS, -1)[:, 0]
     np.testing.assert_allclose(found, paper_priority(error, valid), rtol=1e-4)
+
+
+def test_first_priorities_are_of_normalised_rewards():
+    """Losses and the actor's values are on that scale."""
+    case = Case(rescale=False, reward_deviation=100.0)
+    part = slice(BURN_IN, LENGTH + 1)
+    stream = case.trace._replace(
+        episodes=[(b, i, [r / 100 for r in rs], *x) for b, i, rs, *x in case.trace.episodes]
+    )
+    target, valid = references.n_step(stream, case.best[part], N, DISCOUNT)
+    error = valid * (target - case.chosen[part][:-1])
+    found = case.source.priorities.items.reshape(ITEMS, -1)[:, 0]
+    np.testing.assert_allclose(found, paper_priority(error, valid), rtol=1e-3)
 
 
 def test_nothing_is_learned_from_the_burn_in():

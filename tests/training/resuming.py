@@ -28,6 +28,24 @@ REPLAY = {
     "replay__priority_exponent": 0.6,
     "dqn__target_period": 5,
 }
+# Its replay holds memories and the actor's values as well.
+R2D2 = {
+    **REPLAY,
+    "agent": "r2d2",
+    "network__core": "lstm",
+    "r2d2__burn_in": 4,
+    "r2d2__trace": 8,
+    "r2d2__target_period": 5,
+}
+# Two optimizers, and target networks that move a little.
+D4PG = {
+    **REPLAY,
+    "agent": "d4pg",
+    "env": "gymnax:Pendulum-v1",
+    "d4pg__policy_hidden": (16,),
+    "d4pg__critic_hidden": (16,),
+    "d4pg__target_rate": 0.1,
+}
 
 
 def resumable(**changes):

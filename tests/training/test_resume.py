@@ -10,6 +10,8 @@ import pytest
 from podracer import anakin, errors, sebulba
 from podracer.training.session import Session
 from tests.training.resuming import (
+    D4PG,
+    R2D2,
     REPLAY,
     Stops,
     bits,
@@ -24,13 +26,15 @@ from tests.training.resuming import (
 
 def name_of(value) -> str:
     """The name of a test's parameter."""
-    return "dqn" if isinstance(value, dict) and REPLAY.items() <= value.items() else str(value)
+    return value.get("agent", str(value)) if isinstance(value, dict) else str(value)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"normalize_observations": True, **REPLAY},
+        {"normalize_observations": True, **R2D2},
+        pytest.param({"normalize_observations": True, **REPLAY}, marks=pytest.mark.slow),
+        pytest.param(D4PG, marks=pytest.mark.slow),
         # Observations are dictionaries.
         {"env": "dummy:masked", "normalize_observations": True},
         pytest.param({"normalize_observations": True}, marks=pytest.mark.slow),

@@ -336,3 +336,18 @@ def test_a_run_that_is_too_large_reports_sizes_that_fit(libtpu, capsys):
     assert excess.fits["num_envs"] < 2**22
     assert excess.fits["unroll_length"] < 128
     assert f"num_envs={excess.fits['num_envs']}" in printed(table.print_plan, plan, capsys)
+
+
+def test_a_replay_grows_with_the_environments():
+    config = config_lib.default_config()
+    config.num_envs, config.replay.capacity, config.replay.begin, config.replay.batch = (
+        32,
+        640,
+        64,
+        8,
+    )
+    larger = plan_main.scale(config_lib.parse(config), 96)
+    assert larger.num_envs == 96
+    assert (larger.replay.capacity, larger.replay.begin, larger.replay.batch) == (1920, 192, 24)
+    smaller = plan_main.scale(config_lib.parse(config), 1)
+    assert (smaller.replay.capacity, smaller.replay.begin, smaller.replay.batch) == (20, 2, 1)

@@ -1,4 +1,4 @@
-"""What DQN and R2D2 share: epsilon-greedy acting and values of actions; and target networks."""
+"""What DQN and R2D2 share: settings, and epsilon-greedy acting by the values of actions."""
 
 import dataclasses
 from collections.abc import Callable

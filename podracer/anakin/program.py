@@ -47,9 +47,9 @@ class AnakinState(struct.PyTreeNode):
 
 def state_specs(num_seeds: int) -> Any:
     """How the state of ``num_seeds`` agents is sharded over the mesh."""
-    environments = mesh_lib.SHARDED if num_seeds == 1 else mesh_lib.SHARDED_SECOND
+    environments: Any = mesh_lib.SHARDED if num_seeds == 1 else mesh_lib.SHARDED_SECOND
     replicated: Any = mesh_lib.REPLICATED
-    return AnakinState(replicated, environments, environments, replicated)  # type: ignore[arg-type]
+    return AnakinState(replicated, environments, environments, replicated)
 
 
 class AnakinProgram(NamedTuple):

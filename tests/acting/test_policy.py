@@ -77,7 +77,7 @@ def test_greedy_actions_are_those_of_the_evaluation(changes, recurrent):
         for t in range(first.shape[0]):
             if first[t, i]:
                 policy.reset()
-            observation = jax.tree.map(lambda x: x[t, i], observations)  # noqa: B023
+            observation = jax.tree.map(lambda x, place=(t, i): x[place], observations)
             actions.append(policy(observation))
             forgetful.reset()
             without_memory.append(forgetful(observation))

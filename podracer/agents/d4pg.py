@@ -16,6 +16,7 @@ from flax import struct
 from podracer.agents import normalization, target_network, transitions
 from podracer.agents.settings import Settings, make_replay, replay_gradient_steps
 from podracer.errors import ConfigError
+from podracer.learning import replay
 from podracer.nets.policy_critic import PolicyCritic, make_policy_critic
 from podracer.types import (
     Agent,
@@ -38,7 +39,10 @@ class Config:
 
     Attributes:
       n_step: transitions between a value and the one it bootstraps from.
-      atoms: number of values that the critic distributes probability over.
+      critics: number of critics, which share the torso. With more than one, all learn from the
+        target distribution that has the smallest mean, as in TD3
+        (https://arxiv.org/abs/1802.09477).
+      atoms: number of values that a critic distributes probability over.
       v_min, v_max: the least and the largest of these values, in units of (normalised) discounted
         returns.
       noise: standard deviation of the Gaussian noise of actions, in units in which [-1, 1] spans
@@ -46,12 +50,14 @@ class Config:
       target_period: gradient steps between two updates of the target networks.
       target_rate: how far an update moves the target networks towards the current ones; 1 copies
         them.
-      policy_rate: the policy's learning rate, relative to ``learning_rate``, that of the critic.
+      policy_rate: ratio of the policy's learning rate to the critic's, which is
+        ``learning_rate``.
       policy_hidden: sizes of the policy's layers.
       critic_hidden: sizes of the critic's layers.
     """
 
     n_step: int = 5
+    critics: int = 1
     atoms: int = 51
     v_min: float = -150.0
     v_max: float = 150.0
@@ -64,16 +70,18 @@ class Config:
 
     off_policy: ClassVar[bool] = True
     fixed: ClassVar[tuple[str, ...]] = (
-        "n_step",
-        "atoms",
-        "v_min",
-        "v_max",
-        "policy_hidden",
-        "critic_hidden",
+        *replay.FIXED,
+        "d4pg.n_step",
+        "d4pg.critics",
+        "d4pg.atoms",
+        "d4pg.v_min",
+        "d4pg.v_max",
+        "d4pg.policy_hidden",
+        "d4pg.critic_hidden",
     )
 
     def __post_init__(self):
-        for key in ("n_step", "target_period", "policy_rate"):
+        for key in ("n_step", "critics", "target_period", "policy_rate"):
             if getattr(self, key) <= 0:
                 raise ConfigError(f"d4pg.{key} must be positive, got {getattr(self, key)}")
         if self.atoms < 2 or self.v_min >= self.v_max:
@@ -152,31 +160,30 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
       devices: the devices that learn.
 
     Raises:
-      ConfigError: actions are discrete or unbounded, the network has a core, or the replay is too
-        small.
+      ConfigError: actions are discrete or unbounded, the network has a core, or the replay buffer
+        is too small.
     """
-    if settings.network.core != "none":
-        raise ConfigError(
-            f"agent='d4pg' learns from single transitions, which network.core="
-            f"{settings.network.core!r} can't; use network.core='none', or agent='ppo'"
-        )
     network = make_policy_critic(
         spec,
         settings.network,
         policy_hidden=config.policy_hidden,
         critic_hidden=config.critic_hidden,
+        critics=config.critics,
         atoms=config.atoms,
     )
     atoms = jnp.linspace(config.v_min, config.v_max, config.atoms)
     project = jax.vmap(rlax.categorical_l2_project, in_axes=(0, 0, None))
 
     def target_probabilities(target: Params, batch: transitions.Batch) -> Array:
-        """The distributions ``[items, atoms]`` that the critic learns."""
+        """The distributions ``[items, atoms]`` that the critics learn."""
         later = jax.tree.map(lambda x: x[1:], batch.observation)
         features = network.features(target, later)
-        logits = network.critic(target, features, network.policy(target, features))[0]
+        logits = network.critic(target, features, network.policy(target, features))[:, 0]
+        probabilities = jax.nn.softmax(logits)
+        least = (probabilities * atoms).sum(-1).argmin(0)
+        probabilities = jnp.take_along_axis(probabilities, least[None, :, None], 0)[0]
         value = batch.target.reward[:, None] + batch.target.discount[:, None] * atoms
-        return jnp.asarray(project(value, jax.nn.softmax(logits), atoms))
+        return jnp.asarray(project(value, probabilities, atoms))
 
     def loss(
         params: Params, train_state: TrainState, batch: transitions.Batch, key: Array
@@ -185,15 +192,22 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
         valid = batch.target.valid
         now = jax.tree.map(lambda x: x[:1], batch.observation)
         features = network.features(params, now)
-        logits = network.critic(params, features, batch.action[None])[0]
+        logits = network.critic(params, features, batch.action[None])[:, 0]
         expected = jax.lax.stop_gradient(target_probabilities(train_state.target, batch))
-        errors = -valid * (expected * jax.nn.log_softmax(logits)).sum(-1)
+        at_an_end = expected[:, 0] + expected[:, -1]
+        errors = -valid * (expected * jax.nn.log_softmax(logits)).sum((0, -1))
         # Each group of parameters learns from its own loss only.
         features, fixed = jax.lax.stop_gradient((features, params))
-        best = network.critic(fixed, features, network.policy(params, features))[0]
+        best = network.critic(fixed, features, network.policy(params, features))[0, 0]
         q = (jax.nn.softmax(best) * atoms).sum(-1)
         critic, policy = (batch.importance * errors).mean(), -(valid * q).mean()
-        metrics = {"total": critic + policy, "critic": critic, "policy": policy, "q": q.mean()}
+        metrics = {
+            "total": critic + policy,
+            "critic": critic,
+            "policy": policy,
+            # A large share shows that v_min and v_max are too narrow.
+            "at_an_end": at_an_end.mean(),
+        }
         priorities = jax.lax.stop_gradient(errors)
         return critic + policy, LossAux(metrics, priorities)
 

@@ -32,15 +32,16 @@ def make(spec=VECTOR, seed=0, **changes):
     settings = {f"d4pg__{key}": value for key, value in defaults.items()}
     config = make_config(agent="d4pg", discount=GAMMA, **{**settings, **changes})
     agent = d4pg.make(spec, config.settings, config.agent_config, Devices())
-    network = make_policy_critic(spec, config.network, atoms=ATOMS, **SMALL)
+    critics = config.agent_config.critics
+    network = make_policy_critic(spec, config.network, critics=critics, atoms=ATOMS, **SMALL)
     return agent, network, agent.init(jax.random.key(seed)), config.settings
 
 
 def spread(params, scale=30.0):
     """The same parameters with larger last layers, so that outputs differ clearly."""
     params = jax.tree.map(lambda x: x, params)
-    for name in ("policy", "critic"):
-        params[name]["last"]["kernel"] *= scale
+    for head in (params["policy"], *params["critic"]):
+        head["last"]["kernel"] *= scale
     return params
 
 
@@ -48,12 +49,12 @@ def windows(stream, action, importance):
     """An item from each step ``[T, B]`` of a stream on."""
     time, batch = stream.timestep.first.shape
     count = time - N_STEP
-    t = np.repeat(np.arange(count), batch)[:, None] + np.arange(N_STEP + 1)
-    b = np.tile(np.arange(batch), count)[:, None]
+    t = np.repeat(np.arange(count), batch) + np.arange(N_STEP + 1)[:, None]
+    b = np.tile(np.arange(batch), count)
     read = jax.tree.map(lambda x: jnp.asarray(x)[t, b], stream.timestep)
 
     def observe(offsets):
-        return read.observation[np.arange(len(t))[:, None], offsets]
+        return read.observation[offsets, np.arange(len(b))]
 
     return Window(read.replace(observation=()), action[t, b], (), (), importance, observe)
 
@@ -77,14 +78,15 @@ def softmax(x):
     return e / e.sum(-1, keepdims=True)
 
 
-@pytest.mark.parametrize("next_step", [False, True])
-def test_the_loss_is_the_paper_s_at_ends_of_all_kinds(next_step):
-    agent, network, weights, settings = make()
+@pytest.mark.parametrize(("critics", "next_step"), [(1, False), (1, True), (2, True)])
+def test_the_loss_is_the_paper_s_at_ends_of_all_kinds(critics, next_step):
+    agent, network, weights, settings = make(d4pg__critics=critics)
     rng = np.random.default_rng(0)
     stream = references.random_stream(rng, 14, 6, next_step=next_step, truncate=0.5)
     observation = rng.normal(size=stream.timestep.observation.shape).astype(np.float32)
     stream = stream._replace(timestep=stream.timestep.replace(observation=observation))
-    params, target = spread(weights.params), spread(make(seed=1)[2].params)
+    params = spread(weights.params)
+    target = spread(make(seed=1, d4pg__critics=critics)[2].params)
     train_state = TrainState(weights, target, (), jnp.int32(0))
     action = jnp.asarray(rng.uniform(-1, 1, (15, 6, 2)), jnp.float32)
     importance = rng.uniform(0.5, 1, (15 - N_STEP) * 6).astype(np.float32)
@@ -93,14 +95,12 @@ def test_the_loss_is_the_paper_s_at_ends_of_all_kinds(next_step):
     loss, aux = agent.loss(params, train_state, item.read(train_state, window), None)
 
     def outputs(params, action=None):
-        """Actions of the policy, and probabilities of the critic, of all observations."""
+        """Probabilities ``[critics, T, B, atoms]`` of all observations and actions."""
         features = network.features(params, jnp.asarray(observation))
         action = network.policy(params, features) if action is None else action
-        return action, softmax(np.asarray(network.critic(params, features, action), np.float64))
+        return softmax(np.asarray(network.critic(params, features, action), np.float64))
 
-    _, later = outputs(target)
-    _, best = outputs(params)
-    _, now = outputs(params, action)
+    later, best, now = outputs(target), outputs(params), outputs(params, action)
     # The return is linear in the value to bootstrap from: this yields its factor and its place.
     zeros, index = np.zeros(observation.shape[:2]), np.arange(15.0)[:, None] + np.zeros((1, 6))
     reward, valid = references.n_step(stream, zeros, N_STEP, GAMMA)
@@ -110,11 +110,12 @@ def test_the_loss_is_the_paper_s_at_ends_of_all_kinds(next_step):
     critic = policy = 0.0
     errors = []
     for i, (t, b) in enumerate(np.ndindex(15 - N_STEP, 6)):
-        q = (best[t, b] * atoms).sum()
+        q = (best[0, t, b] * atoms).sum()
         policy -= valid[t, b] * q
         bootstrap = round(place[t, b] / factor[t, b]) if factor[t, b] > 0 else 0
-        expected = project(reward[t, b], factor[t, b], later[bootstrap, b])
-        errors.append(-valid[t, b] * (expected * np.log(now[t, b])).sum())
+        least = min(later[:, bootstrap, b], key=lambda x: (x * atoms).sum())
+        expected = project(reward[t, b], factor[t, b], least)
+        errors.append(-valid[t, b] * sum((expected * np.log(x)).sum() for x in now[:, t, b]))
         critic += importance[i] * errors[-1]
     assert 0 < valid.mean() < 1
     assert (factor[valid > 0] == 0).any()
@@ -135,7 +136,7 @@ def random_batch(rng, spec):
 
 
 def test_each_group_learns_from_its_own_loss_only():
-    agent, _, weights, _ = make(IMAGE, network__torso="minatar")
+    agent, _, weights, _ = make(IMAGE, network__torso="minatar", d4pg__critics=2)
     params = spread(weights.params)
     train_state = TrainState(weights, params, (), jnp.int32(0))
     batch = random_batch(np.random.default_rng(0), IMAGE)
@@ -199,7 +200,7 @@ def test_outputs_are_float32_whatever_layers_compute_in(spec):
     action = network.policy(params, features)
     assert (action.shape, action.dtype) == ((1, 4, 2), jnp.float32)
     logits = network.critic(params, features, action)
-    assert (logits.shape, logits.dtype) == ((1, 4, ATOMS), jnp.float32)
+    assert (logits.shape, logits.dtype) == ((1, 1, 4, ATOMS), jnp.float32)
     assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
 
 
@@ -224,11 +225,12 @@ def test_devices_do_not_change_the_update():
         _, _, state, step = make_run(config, devices)
         runs.append(jax.device_get(step(state)))
     (one, metrics), *others = runs
-    assert metrics.losses["critic"][-1] > 0
+    assert metrics.learner.losses["critic"][-1] > 0
     for other, other_metrics in others:
         for a, b in ((one.train, other.train), (one.rollout.timestep, other.rollout.timestep)):
             jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-4, 1e-3), a, b)
-        np.testing.assert_allclose(other_metrics.losses["q"], metrics.losses["q"], atol=1e-3)
+        q, other_q = (x.learner.losses["policy"] for x in (metrics, other_metrics))
+        np.testing.assert_allclose(other_q, q, atol=1e-3)
 
 
 @pytest.mark.slow
@@ -268,7 +270,7 @@ UNBOUNDED = Box((3,), np.array([-1, -np.inf, -1]), np.array([1, 1, np.inf]))
     [
         (Discrete(4), {}, "4 discrete actions; use agent='dqn' or agent='ppo'"),
         (UNBOUNDED, {}, "2 of its 3 dimensions have no lower or no upper bound"),
-        (BOX, {"network__core": "lstm"}, "network.core='lstm' can't; use network.core='none'"),
+        (BOX, {"network__core": "lstm"}, "network.core='lstm' needs sequences"),
         (BOX, {"d4pg__v_min": 1.5}, "v_min less than d4pg.v_max, got 7, 1.5 and 1.5"),
         (BOX, {"d4pg__atoms": 1}, "d4pg.atoms must be at least 2"),
         (BOX, {"d4pg__n_step": 0}, "d4pg.n_step must be positive, got 0"),

@@ -6,6 +6,7 @@ replay, and a different probability of random actions in each environment
 """
 
 import dataclasses
+from operator import itemgetter
 from typing import ClassVar
 
 import jax
@@ -16,6 +17,7 @@ from podracer.agents import q_learning, target_network, transitions
 from podracer.agents.q_learning import QLearningConfig
 from podracer.agents.settings import Settings, make_replay, replay_gradient_steps
 from podracer.errors import ConfigError
+from podracer.learning import replay
 from podracer.nets.q_network import make_q_network
 from podracer.types import (
     Agent,
@@ -38,7 +40,7 @@ class Config(QLearningConfig):
       n_step, dueling, epsilon, epsilon_alpha, evaluation_epsilon, target_period: see
         ``agents.q_learning.QLearningConfig``.
       double: whether the current network chooses the action that the target network evaluates.
-      huber: errors count squared up to this size and linearly beyond it; 0 squares all.
+      huber: threshold of the Huber loss (delta); 0 uses the squared error.
     """
 
     n_step: int = 3
@@ -52,7 +54,7 @@ class Config(QLearningConfig):
 
     name: ClassVar[str] = "dqn"
     off_policy: ClassVar[bool] = True
-    fixed: ClassVar[tuple[str, ...]] = ("n_step", "dueling")
+    fixed: ClassVar[tuple[str, ...]] = (*replay.FIXED, "dqn.n_step", "dqn.dueling")
 
     def __post_init__(self):
         super().__post_init__()
@@ -74,32 +76,28 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
       devices: the devices that learn.
 
     Raises:
-      ConfigError: actions are continuous, the network has a core, or the replay is too small.
+      ConfigError: actions are continuous, the network has a core, or the replay buffer is too
+        small.
     """
-    if settings.network.core != "none":
-        raise ConfigError(
-            f"agent='dqn' learns from single transitions, which network.core="
-            f"{settings.network.core!r} can't; use agent='r2d2', or network.core='none'"
-        )
     network = make_q_network(spec, settings.network, dueling=config.dueling)
     init, carry, act = q_learning.make_functions(spec, settings, config, network)
 
     def values(params: Params, observation: ArrayTree) -> Array:
-        """Values ``[T, B, actions]`` of observations ``[T, B, ...]``."""
-        nothing = jnp.zeros(jax.tree.leaves(observation)[0].shape[:2], bool)
-        return network.apply(params, (), observation, nothing, None)[1]
+        """Values ``[B, actions]`` of observations ``[B, ...]``."""
+        now = jax.tree.map(lambda x: x[None], observation)
+        return network.apply(params, (), now, None, None)[1][0]
 
     def loss(
         params: Params, train_state: TrainState, batch: transitions.Batch, key: Array
     ) -> tuple[Array, LossAux]:
         del key
         target = batch.target
-        q_now, q_later = values(params, batch.observation)
-        later = jax.tree.map(lambda x: x[1:], batch.observation)
-        q_target = values(train_state.target, later)[0]
-        chosen = (q_later if config.double else q_target).argmax(-1)
+        now, later = (jax.tree.map(itemgetter(i), batch.observation) for i in (0, 1))
+        q_target = values(train_state.target, later)
+        # Separate from the values that are learned, so that it has no backward pass.
+        chosen = (values(params, later) if config.double else q_target).argmax(-1)
         value = target.reward + target.discount * q_learning.select(q_target, chosen)
-        q = q_learning.select(q_now, batch.action)
+        q = q_learning.select(values(params, now), batch.action)
         error = target.valid * (jax.lax.stop_gradient(value) - q)
         losses = optax.huber_loss(error, delta=config.huber) if config.huber else 0.5 * error**2
         total = (batch.importance * losses).mean()

@@ -25,7 +25,8 @@ class QLearningConfig:
       dueling: whether the network estimates the value of the state and the actions' advantages
         (https://arxiv.org/abs/1511.06581).
       epsilon, epsilon_alpha: environment i of N takes a random action with probability
-        epsilon^(1 + epsilon_alpha * i / (N - 1)) (Ape-X, https://arxiv.org/abs/1803.00933).
+        epsilon^(1 + epsilon_alpha * i / (N - 1)) (Ape-X, https://arxiv.org/abs/1803.00933); a
+        single environment with probability epsilon.
       evaluation_epsilon: probability of a random action in evaluations with
         ``evaluation.greedy``.
       target_period: gradient steps between two copies of the parameters to the target network.
@@ -60,13 +61,13 @@ class QCarry(struct.PyTreeNode):
     Attributes:
       memory: what the network carries; ``()`` without a core.
       action: the last action, for networks that observe it; else ``()``.
-      epsilon: float32, the probability of a random action.
+      place: float32, from 0 for the first environment to 1 for the last one.
       total: discounted sum of past rewards, ``()`` unless rewards are normalised.
     """
 
     memory: Carry
     action: Array | tuple[()]
-    epsilon: Array
+    place: Array
     total: Any
 
 
@@ -96,7 +97,7 @@ def make_functions(
         return QCarry(
             network.initial_carry(batch),
             () if inputs is None else jnp.zeros(batch, jnp.int32),
-            epsilons(config, settings.num_envs, env_ids),
+            places(settings.num_envs, env_ids),
             normalization.init_total(settings, batch),
         )
 
@@ -108,12 +109,12 @@ def make_functions(
         now = jax.tree.map(lambda x: x[None], timestep)
         observation = normalization.normalize_observation(weights.stats, now.observation)
         memory, q = network.apply(weights.params, carry.memory, observation, now.first, extra)
-        epsilon = config.evaluation_epsilon if greedy else carry.epsilon
+        epsilon = config.evaluation_epsilon if greedy else epsilons(config, carry.place)
         action = choose(q[0], epsilon, keys, masks.legal(timestep.observation))
         new = QCarry(
             memory,
             () if inputs is None else action,
-            carry.epsilon,
+            carry.place,
             normalization.add_reward(settings, carry.total, timestep),
         )
         return new, action, {"chosen": select(q[0], action), "best": q[0].max(-1)}
@@ -121,9 +122,14 @@ def make_functions(
     return init, carry, act
 
 
-def epsilons(config: QLearningConfig, num_envs: int, env_ids: Array) -> Array:
-    """The probabilities of random actions in the environments ``env_ids [B]``, ``[B]``."""
-    place = jnp.minimum(env_ids / max(1, num_envs - 1), 1.0)
+def places(num_envs: int, env_ids: Array) -> Array:
+    """The places of the environments ``env_ids [B]`` among all, from 0 to 1. Evaluations may have
+    more environments, which begin again at 0."""
+    return env_ids % num_envs / max(1, num_envs - 1)
+
+
+def epsilons(config: QLearningConfig, place: Array) -> Array:
+    """The probabilities of random actions at these places, ``[B]``."""
     return config.epsilon ** (1 + config.epsilon_alpha * place)
 
 

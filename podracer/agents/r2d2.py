@@ -18,6 +18,7 @@ from podracer.agents import normalization, q_learning, returns, target_network
 from podracer.agents.q_learning import QLearningConfig
 from podracer.agents.settings import Settings, make_replay, replay_gradient_steps
 from podracer.errors import ConfigError
+from podracer.learning import replay
 from podracer.learning.ring import Item, Kept, Window
 from podracer.nets.q_network import QNetwork, make_q_network
 from podracer.types import (
@@ -65,7 +66,13 @@ class Config(QLearningConfig):
 
     name: ClassVar[str] = "r2d2"
     off_policy: ClassVar[bool] = True
-    fixed: ClassVar[tuple[str, ...]] = ("dueling", "burn_in", "trace")
+    fixed: ClassVar[tuple[str, ...]] = (
+        *replay.FIXED,
+        "r2d2.dueling",
+        "r2d2.rescale",
+        "r2d2.burn_in",
+        "r2d2.trace",
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -84,6 +91,11 @@ class Config(QLearningConfig):
                 f"r2d2.trace={self.trace} is shorter than unroll_length={settings.unroll_length}, "
                 "so that some steps would never be learned from, as sequences begin at unrolls; "
                 f"set unroll_length to at most {self.trace}"
+            )
+        if self.n_step > self.trace:
+            raise ConfigError(
+                f"r2d2.n_step={self.n_step} is more than r2d2.trace={self.trace}, and returns end "
+                "with the trace"
             )
         return replay_gradient_steps(settings, self.trace)
 
@@ -115,8 +127,10 @@ def rescale(x: Array) -> Array:
 
 def unscale(x: Array) -> Array:
     """The inverse of ``rescale``."""
-    root = jnp.sqrt(1 + 4e-3 * (jnp.abs(x) + 1 + 1e-3))
-    return jnp.sign(x) * (((root - 1) / 2e-3) ** 2 - 1)
+    shifted = jnp.abs(x) + 1 + 1e-3
+    # (sqrt(1 + 4e-3 s) - 1) / 2e-3 without the difference of two numbers that are almost the same.
+    root = 2 * shifted / (jnp.sqrt(1 + 4e-3 * shifted) + 1)
+    return jnp.sign(x) * (root**2 - 1)
 
 
 def targets(
@@ -158,10 +172,11 @@ def burn_in_and_trace(network: QNetwork, params: Params, batch: Batch, burn_in: 
     return network.apply(params, memory, *after)[1]
 
 
-def keep(trajectory: Trajectory) -> Kept:
-    """What a replay keeps of a trajectory."""
+def keep(settings: Settings, trajectory: Trajectory) -> Kept:
+    """What a replay buffer keeps: the actor's values only if priorities are computed from them."""
     carry = trajectory.carry
-    return Kept(trajectory.extras, {"memory": carry.memory, "action": carry.action})
+    extras = trajectory.extras if settings.replay.priority_exponent > 0 else ()
+    return Kept(extras, {"memory": carry.memory, "action": carry.action})
 
 
 def previous(actions: int, stats: ArrayTree, action: Array, timestep: TimeStep) -> Array:
@@ -188,7 +203,7 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
       devices: the devices that learn.
 
     Raises:
-      ConfigError: actions are continuous, or the replay is too small for a sequence.
+      ConfigError: actions are continuous, or the replay buffer is too small for a sequence.
     """
     actions = spec.action.num_actions if isinstance(spec.action, Discrete) else 0
     network = make_q_network(spec, settings.network, dueling=config.dueling, extra=actions + 1)
@@ -199,9 +214,7 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
         observation = normalization.normalize_observation(
             stats, window.observe(jnp.arange(config.burn_in + config.trace + 1))
         )
-        timestep, action, observation = jax.tree.map(
-            lambda x: jnp.swapaxes(x, 0, 1), (window.timestep, window.action, observation)
-        )
+        timestep, action = window.timestep, window.action
         last = jnp.concatenate([window.carry["action"][None], action[:-1]])
         extra = inputs(stats, last, timestep)
         timestep = timestep.replace(reward=normalization.normalize_reward(stats, timestep.reward))
@@ -212,7 +225,7 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
         """From the values that the actor had."""
         stats = train_state.weights.stats
         timestep, extras = jax.tree.map(
-            lambda x: jnp.swapaxes(x, 0, 1)[config.burn_in :], (window.timestep, window.extras)
+            lambda x: x[config.burn_in :], (window.timestep, window.extras)
         )
         timestep = timestep.replace(reward=normalization.normalize_reward(stats, timestep.reward))
         target, valid = targets(config, settings, timestep, extras["best"])
@@ -237,12 +250,12 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
 
     init, carry, act = q_learning.make_functions(spec, settings, config, network, inputs)
     item = Item(
-        config.burn_in + config.trace,
-        settings.unroll_length,
-        read,
-        normalization.make_update_stats(settings, devices.mean),
-        keep,
-        initial_priority,
+        length=config.burn_in + config.trace,
+        stride=settings.unroll_length,
+        read=read,
+        update_stats=normalization.make_update_stats(settings, devices.mean),
+        keep=partial(keep, settings),
+        initial_priority=initial_priority,
     )
     source = make_replay(item, spec, settings, devices)
     update_target = target_network.periodic(config.target_period)

@@ -50,10 +50,11 @@ def expected_values(config, program, state):
         config.network,
         policy_hidden=settings.policy_hidden,
         critic_hidden=settings.critic_hidden,
+        critics=settings.critics,
         atoms=settings.atoms,
     )
     features = network.features(params, state.rollout.timestep.observation[None])
-    logits = network.critic(params, features, network.policy(params, features))[0]
+    logits = network.critic(params, features, network.policy(params, features))[0, 0]
     atoms = np.linspace(settings.v_min, settings.v_max, settings.atoms)
     return (jax.nn.softmax(logits) * atoms).sum(-1)
 
@@ -209,7 +210,7 @@ def test_dictionaries_and_masks_are_understood(probe, torso, agent):
     # Four steps, with a reward of 1 for the right action.
     assert float(program.evaluate(state).ret.mean()) > 3.8
     # No loss or metric contains the value of an illegal action.
-    assert all(np.abs(x).max() < 100 for x in metrics.losses.values())
+    assert all(np.abs(x).max() < 100 for x in metrics.learner.losses.values())
 
 
 @pytest.mark.parametrize("agent", DISCRETE)

@@ -1,0 +1,48 @@
+"""Exploration by epsilon, a different one in each environment."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from podracer import envs
+from podracer.agents import dqn
+from podracer.types import Devices, TimeStep
+from tests.helpers import make_config
+
+DRAWS = 4000
+
+
+def shares_of_random_actions(epsilon: float, carry=None, *, greedy: bool = False):
+    """By environment, of which there are four, and four more in an evaluation."""
+    config = make_config(
+        agent="dqn",
+        num_envs=4,
+        dqn__epsilon=epsilon,
+        dqn__epsilon_alpha=3.0,
+        dqn__evaluation_epsilon=0.1,
+    )
+    env = envs.make_environment("dummy:sign", {}, {})
+    agent = dqn.make(env.spec, config.settings, config.agent_config, Devices())
+    carry = agent.carry(jnp.repeat(jnp.arange(8), DRAWS)) if carry is None else carry
+    batch = 8 * DRAWS
+    zeros = jnp.zeros(batch)
+    timestep = TimeStep(jnp.ones((batch, 1)), zeros, zeros + 1, zeros.astype(bool))
+    keys = jax.random.split(jax.random.key(0), batch)
+    weights = agent.init(jax.random.key(1))
+    carry, action, _ = agent.act(weights, carry, timestep, keys, greedy=greedy)
+    # A random action is the best one in half of all cases.
+    usual = np.bincount(action).argmax()
+    return 2 * (np.asarray(action) != usual).reshape(8, DRAWS).mean(1), carry
+
+
+def test_environments_explore_by_their_own_epsilon():
+    """The exponents of Ape-X (https://arxiv.org/abs/1803.00933), section 4.1."""
+    shares, carry = shares_of_random_actions(0.4)
+    expected = [0.4 ** (1 + 3 * i / 3) for i in range(4)]
+    np.testing.assert_allclose(shares, 2 * expected, atol=0.04)
+    # A changed setting applies to a run that is resumed.
+    shares, _ = shares_of_random_actions(1.0, carry)
+    np.testing.assert_allclose(shares, 1, atol=0.05)
+    shares, _ = shares_of_random_actions(0.4, carry, greedy=True)
+    assert shares.mean() == pytest.approx(0.1, abs=0.01)

@@ -136,8 +136,10 @@ def make_step(
         envs, trajectory, episodes = unroll.unroll(
             env, components.agent, state.train.weights, state.rollout, act_key, sizes.unroll_length
         )
-        train, source, losses = components.update(state.train, state.source, trajectory, update_key)
-        return AnakinState(train, envs, source, state.key), CallMetrics(losses, episodes)
+        train, source, metrics = components.update(
+            state.train, state.source, trajectory, update_key
+        )
+        return AnakinState(train, envs, source, state.key), CallMetrics(metrics, episodes)
 
     def step(state: AnakinState) -> tuple[AnakinState, CallMetrics]:
         state, metrics = jax.lax.scan(one_update, state, length=sizes.updates_per_call)

@@ -1,10 +1,11 @@
 """The learner of every agent: one loop over gradient steps, wherever their batches come from.
 
 add the trajectory to the source -> gradient steps of (sample -> gradient -> mean over devices ->
-optax -> priorities -> target network).
+optax -> target network -> priorities).
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +14,29 @@ from flax import struct
 
 from podracer.types import Agent, Array, ArrayTree, Devices, LossAux, TrainState, Trajectory
 
-Metrics = dict[str, Array]
-Update = Callable[[TrainState, ArrayTree, Trajectory, Array], tuple[TrainState, ArrayTree, Metrics]]
+# ``jax.random.split`` folds small numbers into a key, and sources may split the key of an update.
+# The keys of its gradient steps come from a number that no split reaches.
+STEPS_SALT = 2**32 - 1
 
-# The number that the update's key is folded with for the keys of its gradient steps. Sources may
-# split the same key, which gives the keys of small numbers.
-STEPS = 2**32 - 1
+Losses = dict[str, Array]
+
+
+class Metrics(NamedTuple):
+    """The metrics of an update, ``[]`` float32 each.
+
+    Attributes:
+      losses: means over gradient steps, of loss, batches and gradients; zeros in an update without
+        gradient steps.
+      source: of the source, after the update.
+      learned: 1 if the update had gradient steps, else 0; ``()`` if all updates have them.
+    """
+
+    losses: Losses
+    source: dict[str, Array]
+    learned: Array | tuple[()] = ()
+
+
+Update = Callable[[TrainState, ArrayTree, Trajectory, Array], tuple[TrainState, ArrayTree, Metrics]]
 
 
 class Progress(struct.PyTreeNode):
@@ -35,7 +53,7 @@ class Progress(struct.PyTreeNode):
     stopped: Array
 
 
-GradientStep = Callable[[Progress, Array, Array], tuple[Progress, Metrics]]
+GradientStep = Callable[[Progress, Array, Array], tuple[Progress, Losses]]
 
 
 def _make_gradient_step(
@@ -44,9 +62,9 @@ def _make_gradient_step(
     schedule: optax.Schedule,
     devices: Devices,
 ) -> GradientStep:
-    """``(progress, key, i) -> (progress, metrics)``: gradient step ``i`` of an update."""
+    """``(progress, key, i) -> (progress, losses)``: gradient step ``i`` of an update."""
 
-    def gradient_step(progress: Progress, key: Array, i: Array) -> tuple[Progress, Metrics]:
+    def gradient_step(progress: Progress, key: Array, i: Array) -> tuple[Progress, Losses]:
         train_state, stopped = progress.train_state, progress.stopped
         sample_key, loss_key = jax.random.split(key)
         batch, ticket, sampled = agent.source.sample(progress.source, train_state, sample_key, i)
@@ -92,23 +110,23 @@ def make_update(
         metrics together.
 
     Returns:
-      ``(train_state, source state, trajectory, key) -> (train_state, source state, metrics)``;
-      metrics are means over gradient steps. ``key`` must be the same on all devices.
+      ``(train_state, source state, trajectory, key) -> (train_state, source state, metrics)``.
+      ``key`` must be the same on all devices.
     """
     gradient_step = _make_gradient_step(agent, optimizer, schedule, devices)
     source = agent.source
 
-    def learn(progress: Progress, key: Array) -> tuple[Progress, Metrics]:
-        steps_key = jax.random.fold_in(key, STEPS)
+    def learn(progress: Progress, key: Array) -> tuple[Progress, Losses]:
+        steps_key = jax.random.fold_in(key, STEPS_SALT)
 
-        def step(progress: Progress, i: Array) -> tuple[Progress, Metrics]:
+        def step(progress: Progress, i: Array) -> tuple[Progress, Losses]:
             return gradient_step(progress, jax.random.fold_in(steps_key, i), i)
 
-        progress, metrics = jax.lax.scan(step, progress, jnp.arange(source.steps))
-        return progress, jax.tree.map(jnp.mean, metrics)
+        progress, losses = jax.lax.scan(step, progress, jnp.arange(source.steps))
+        return progress, jax.tree.map(jnp.mean, losses)
 
-    def wait(progress: Progress, key: Array) -> tuple[Progress, Metrics]:
-        """No gradient steps, whose metrics are reported as zeros."""
+    def wait(progress: Progress, key: Array) -> tuple[Progress, Losses]:
+        """No gradient steps, whose losses are reported as zeros."""
         _, shapes = jax.eval_shape(learn, progress, key)
         return progress, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
@@ -116,17 +134,18 @@ def make_update(
         train_state: TrainState, state: ArrayTree, trajectory: Trajectory, key: Array
     ) -> tuple[TrainState, ArrayTree, Metrics]:
         added, stats = source.add(state, train_state, trajectory, key)
-        progress = Progress(train_state, added, jnp.bool_(False))
+        progress, learned = Progress(train_state, added, jnp.bool_(False)), ()
         if source.ready is None:
-            progress, metrics = learn(progress, key)
+            progress, losses = learn(progress, key)
         else:
             ready = source.ready(added)
-            progress, metrics = jax.lax.cond(ready, learn, wait, progress, key)
+            progress, losses = jax.lax.cond(ready, learn, wait, progress, key)
+            learned = ready.astype(jnp.float32)
         state, own = source.finish(progress.source)
         train_state = progress.train_state
         train_state = train_state.replace(
             weights=train_state.weights.replace(stats=stats), step=train_state.step + 1
         )
-        return train_state, state, {**metrics, **own}
+        return train_state, state, Metrics(losses, own, learned)
 
     return update

@@ -1,14 +1,14 @@
-"""Drawing items in proportion to their priorities, from exact sums in two levels.
+"""Drawing items in proportion to their priorities, from recomputed sums in two levels.
 
 The priorities of an environment are laid out as ``[rows, width]``, with the sum of each row beside
 them. An item is drawn by drawing a row by the sums, then a place within the row. Setting priorities
 recomputes the sums of the rows that they are in, so that a sum never drifts, however often its
-items change; a tree of sums would add differences up. Both take about the square root of the number
-of items.
+items change, as it would if differences were added to it. Drawing an item and setting its priority
+take time proportional to the square root of the number of items in a group.
 
 Environments are divided into *groups* of consecutive global numbers, from each of which equally
-many items of a batch are drawn, with keys of the group's number. How the environments are spread
-over devices therefore does not change what is drawn, and drawing needs no communication.
+many items of a batch are drawn, with keys derived from the group's number. How the environments are
+spread over devices therefore does not change what is drawn, and drawing needs no communication.
 """
 
 from math import ceil, gcd, sqrt
@@ -29,23 +29,22 @@ class Layout(NamedTuple):
 
     Attributes:
       groups: number of groups, over all devices.
-      envs: environments of a group.
-      draws: items of a batch that are drawn from a group.
-      items: items of an environment.
-      rows: rows of an environment.
-      width: items of a row.
+      envs: number of environments of a group.
+      draws: number of items of a batch that are drawn from a group.
+      rows: number of rows of an environment.
+      width: number of items of a row.
     """
 
     groups: int
     envs: int
     draws: int
-    items: int
     rows: int
     width: int
 
 
 class Priorities(struct.PyTreeNode):
-    """Priorities of the items of B environments, raised to their exponent; 0 is never drawn.
+    """Priorities of the items of B environments, raised to ``priority_exponent``; an item of 0 is
+    never drawn.
 
     Attributes:
       items: ``[B, rows, width]`` float32.
@@ -62,7 +61,7 @@ class Drawn(NamedTuple):
     Attributes:
       env: number of the environment on this device.
       item: number of the item in its environment.
-      priority: its priority, to its exponent.
+      priority: its priority, raised to ``priority_exponent``.
       probability: with which a draw from all groups gives this item.
     """
 
@@ -83,7 +82,7 @@ def make_layout(num_envs: int, batch: int, items: int) -> Layout:
     groups = gcd(num_envs, batch)
     envs = num_envs // groups
     width = max(1, min(items, round(sqrt(envs * items))))
-    return Layout(groups, envs, batch // groups, items, ceil(items / width), width)
+    return Layout(groups, envs, batch // groups, ceil(items / width), width)
 
 
 def init(layout: Layout, batch: int) -> Priorities:
@@ -151,7 +150,7 @@ def draw(priorities: Priorities, layout: Layout, key: Array, device_index: Array
 
     def from_group(key: Array, items: Array, sums: Array) -> Drawn:
         uniform = jax.random.uniform(key, (2, draws))
-        # Each draw has its own part of the sum, which varies less than independent draws do.
+        # Stratified sampling: each draw has its own part of the sum, which lowers the variance.
         places = (jnp.arange(draws) + uniform[0]) / draws
         row = _choose(jnp.broadcast_to(sums, (draws, sums.size)), places)
         chosen = items[row]

@@ -1,7 +1,7 @@
-"""Replay: the last steps of every environment, kept on the learner's devices and drawn from.
+"""Replay buffers: the last steps of every environment, on the learner's devices.
 
-A ring per environment holds the steps (``learning/ring.py``); items are drawn from it evenly or by
-priority (``learning/priorities.py``).
+A ring buffer for each environment holds the steps (``learning/ring.py``); items are drawn from it
+uniformly or in proportion to their priorities (``learning/priorities.py``).
 """
 
 import dataclasses
@@ -25,13 +25,16 @@ from podracer.types import (
     Trajectory,
 )
 
+# The settings that can't change when a run is resumed.
+FIXED = ("replay.capacity", "replay.batch", "replay.priority_exponent")
+
 # Added to priorities, so that every item can be drawn again.
 LEAST_PRIORITY = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplayConfig:
-    """Settings of the replay; agents that learn from each unroll once ignore them.
+    """Settings of the replay buffer; agents without one ignore them.
 
     Attributes:
       capacity: steps that are kept, over all environments and devices, rounded down to whole
@@ -39,11 +42,12 @@ class ReplayConfig:
       begin: steps that are collected before learning begins, over all environments.
       batch: items of a gradient step, over all devices.
       gradient_steps: gradient steps after each unroll.
-      priority_exponent: items are drawn in proportion to their priority to this power
-        (https://arxiv.org/abs/1511.05952); 0 draws all items equally often.
-      importance_exponent: losses of items are weighted by their probability to the power of minus
-        this, relative to the largest weight of the batch; ignored if all items are drawn equally
-        often.
+      priority_exponent: alpha of prioritised experience replay
+        (https://arxiv.org/abs/1511.05952): items are drawn with a probability proportional to their
+        priority to this power; 0 draws uniformly.
+      importance_exponent: its beta: losses of items are weighted by their probability to the power
+        of minus this, relative to the largest weight of the batch; ignored if items are drawn
+        uniformly.
     """
 
     capacity: int = 100_000
@@ -88,12 +92,13 @@ def gradient_steps(
 
 
 class ReplayState(struct.PyTreeNode):
-    """A replay; the first axis of every array is that of the environments.
+    """A replay buffer; the first axis of every array is that of the environments.
 
     Attributes:
       ring: the steps.
       priorities: of the items.
-      largest: ``[B]`` float32, the largest priority so far, to its exponent; 0 before any is set.
+      largest: ``[B]`` float32, the largest priority that a loss has set, raised to
+        ``priority_exponent``; 0 before any has.
     """
 
     ring: RingState
@@ -102,7 +107,7 @@ class ReplayState(struct.PyTreeNode):
 
 
 class Replay(NamedTuple):
-    """The functions of a replay on one device, and what they share.
+    """The functions of a replay buffer on one device, and what they share.
 
     Attributes:
       config: settings.
@@ -143,7 +148,7 @@ class Replay(NamedTuple):
         del key
         stats = self.ring.item.update_stats(train_state, trajectory)
         state = state.replace(ring=self.ring.write(state.ring, trajectory))
-        return self._rank(state, train_state), stats
+        return self._set_first_priorities(state, train_state), stats
 
     def sample(
         self, state: ReplayState, train_state: TrainState, key: Array, i: Array
@@ -152,7 +157,8 @@ class Replay(NamedTuple):
         del i
         drawn = priorities_lib.draw(state.priorities, self.layout, key, self.devices.number())
         metrics = {"replay/age": self.ring.age(state.ring, drawn.item).mean()}
-        importance = jnp.ones(drawn.env.shape)
+        # A probability of 0 marks a draw from a group without items.
+        importance = (drawn.probability > 0).astype(jnp.float32)
         if self.prioritised:
             importance = self._importance(drawn.probability)
             metrics["replay/importance"] = importance.mean()
@@ -165,9 +171,9 @@ class Replay(NamedTuple):
         self, state: ReplayState, drawn: Drawn, priorities: Array | tuple[()]
     ) -> ReplayState:
         """Sets the priorities of the items of a batch, see ``Source.update``."""
-        if not self.prioritised or isinstance(priorities, tuple):
+        if not self.prioritised:
             return state
-        values = self._raised(priorities)
+        values = self._raised(jnp.asarray(priorities))
         values = jnp.where(drawn.probability > 0, values, 0.0)
         return state.replace(
             priorities=priorities_lib.assign(state.priorities, drawn.env, drawn.item, values),
@@ -175,33 +181,34 @@ class Replay(NamedTuple):
         )
 
     def finish(self, state: ReplayState) -> tuple[ReplayState, dict[str, Array]]:
-        """Reports how full the replay is, and whether it was drawn from, see ``Source.finish``."""
+        """Reports how full the buffer is, see ``Source.finish``."""
         unrolls = self.ring.unrolls
-        return state, {
-            "replay/fill": jnp.minimum(state.ring.count[0], unrolls) / unrolls,
-            "replay/learning": self.ready(state).astype(jnp.float32),
-        }
+        return state, {"replay/fill": jnp.minimum(state.ring.count[0], unrolls) / unrolls}
+
+    @property
+    def begin(self) -> int:
+        """Number of unrolls after which learning begins."""
+        unrolls = -(-self.config.begin // (self.num_envs * self.ring.unroll_length))
+        return max(unrolls, self.ring.first_unrolls)
 
     def ready(self, state: ReplayState) -> Array:
         """Whether enough steps were added, see ``Source.ready``."""
-        ring = self.ring
-        begin = -(-self.config.begin // (self.num_envs * ring.unroll_length))
-        return state.ring.count[0] >= max(begin, ring.first_unrolls)
+        return state.ring.count[0] >= self.begin
 
     def _importance(self, probability: Array) -> Array:
         """Weights of the items of a batch, of which the largest over all devices is 1."""
         power = -self.config.importance_exponent
-        # An item that could not be drawn stands for a group that has none.
+        # A probability of 0 marks a draw from a group without items.
         weight = jnp.where(probability > 0, probability**power, 0.0)
         return weight / jnp.maximum(self.devices.max(weight.max()), TINY)
 
-    def _rank(self, state: ReplayState, train_state: TrainState) -> ReplayState:
+    def _set_first_priorities(self, state: ReplayState, train_state: TrainState) -> ReplayState:
         """Gives the items that the last unroll made complete their first priorities, and takes
         away those of the items that it overwrote."""
         batch, (new, exist, gone) = state.largest.size, self.ring.changed_items(state.ring)
         envs = jnp.repeat(jnp.arange(batch), new.size)
         window = self.ring.read(state.ring, envs, jnp.tile(new, batch), jnp.ones(envs.shape))
-        values, largest = self._first_priorities(state, train_state, window)
+        values = self._first_priorities(state, train_state, window)
         if self.ring.item.valid is not None:
             values = jnp.where(self.ring.item.valid(window), values, 0.0)
         values = jnp.where(exist, values.reshape(batch, -1), 0.0)
@@ -209,26 +216,25 @@ class Replay(NamedTuple):
         items = jnp.concatenate([new, gone])
         envs = jnp.repeat(jnp.arange(batch), items.size)
         items = jnp.tile(items, batch)
-        ranked = priorities_lib.assign(state.priorities, envs, items, values.ravel())
-        return state.replace(priorities=ranked, largest=largest)
+        return state.replace(
+            priorities=priorities_lib.assign(state.priorities, envs, items, values.ravel())
+        )
 
     def _raised(self, priorities: Array) -> Array:
-        """Priorities to their exponent, positive, so that every item can be drawn again."""
+        """Priorities raised to ``priority_exponent``, positive, so that every item can be drawn
+        again."""
         return (priorities + LEAST_PRIORITY) ** self.config.priority_exponent
 
     def _first_priorities(
         self, state: ReplayState, train_state: TrainState, window: Window
-    ) -> tuple[Array, Array]:
-        """The priorities of new items, and the largest one of each environment so far."""
+    ) -> Array:
+        """The priorities of new items."""
         if not self.prioritised:
-            return jnp.ones(window.importance.shape), state.largest
+            return jnp.ones(window.importance.shape)
         if self.ring.item.initial_priority is None:
-            largest = self.devices.max(state.largest.max())
-            # Before any loss has set a priority, all are equal.
-            largest = jnp.where(largest > 0, largest, 1.0)
-            return jnp.broadcast_to(largest, window.importance.shape), state.largest
-        values = self._raised(self.ring.item.initial_priority(train_state, window))
-        return values, jnp.maximum(state.largest, values.reshape(state.largest.size, -1).max(1))
+            largest = jnp.maximum(self.devices.max(state.largest.max()), 1.0)
+            return jnp.broadcast_to(largest, window.importance.shape)
+        return self._raised(self.ring.item.initial_priority(train_state, window))
 
 
 def make_source(
@@ -265,12 +271,13 @@ def make_source(
     layout = priorities_lib.make_layout(num_envs, config.batch, ring.items)
     replay = Replay(config, devices, num_envs, ring, layout)
     return Source(
-        config.gradient_steps,
-        replay.init,
-        replay.add,
-        replay.sample,
-        replay.update,
-        replay.finish,
-        replay.ready,
-        ring.slots * num_envs,
+        steps=config.gradient_steps,
+        init=replay.init,
+        add=replay.add,
+        sample=replay.sample,
+        update=replay.update,
+        finish=replay.finish,
+        ready=replay.ready,
+        begin=replay.begin - 1,
+        capacity=ring.slots * num_envs,
     )

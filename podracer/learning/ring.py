@@ -1,9 +1,9 @@
 """A ring of the last steps of every environment, and items that are read from it.
 
-Every environment has a ring of *slots*, one for each step. An *item* is a sequence of ``length``
-transitions that begins at every ``stride``-th slot. It is complete as soon as the step after its
-last transition has arrived, until one of its slots is written again. Items cross the ends of
-episodes; agents treat these by the one rule of ``agents/returns.py``.
+Every environment has a ring of *slots*, one for each step. An *item* begins at every
+``stride``-th slot and is a sequence of ``length`` transitions. It is complete once the step after
+its last transition has arrived, and until a step that it needs is overwritten. Items cross the ends
+of episodes; agents treat these by the one rule of ``agents/returns.py``.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ class Step(struct.PyTreeNode):
 
 
 class Kept(NamedTuple):
-    """What a replay keeps of a trajectory, besides time steps and actions.
+    """What a replay buffer keeps of a trajectory, besides time steps and actions.
 
     Attributes:
       extras: ``[T, B, ...]``.
@@ -49,12 +49,12 @@ class Window(NamedTuple):
     """Items, as they were kept; n of them, of L transitions each.
 
     Attributes:
-      timestep: ``[n, L+1, ...]`` without its observation, which is ``()``.
-      action: ``[n, L+1, ...]``.
-      extras: ``[n, L+1, ...]``.
+      timestep: ``[L+1, n, ...]`` without its observation, which is ``()``.
+      action: ``[L+1, n, ...]``.
+      extras: ``[L+1, n, ...]``.
       carry: ``[n, ...]``, the carry before the unroll that an item begins with.
       importance: ``[n]`` float32, the factors of the items' losses.
-      observe: ``(offsets [k] or [n, k]) -> observations [n, k, ...]`` at these steps of the items.
+      observe: ``(offsets [k] or [k, n]) -> observations [k, n, ...]`` at these steps of the items.
     """
 
     timestep: TimeStep
@@ -75,9 +75,9 @@ class Item(NamedTuple):
       read: ``(train_state, window) -> batch``, what the loss reads.
       update_stats: ``(train_state, trajectory) -> stats``, the statistics to act with next.
       initial_priority: ``(train_state, window) -> [n]``, priorities of new items; None gives them
-        the largest priority so far.
-      valid: ``(window) -> [n]`` bool, whether items teach anything; others are never drawn. None if
-        all do.
+        the largest priority so far, at least 1.
+      valid: ``(window) -> [n]`` bool, whether there is anything to learn from an item; others are
+        never drawn. None if there always is.
     """
 
     length: int
@@ -120,37 +120,38 @@ class Ring(NamedTuple):
 
     @property
     def unrolls(self) -> int:
-        """Unrolls of an environment that are kept."""
+        """Number of unrolls of an environment that are kept."""
         return self.slots // self.unroll_length
 
     @property
     def items(self) -> int:
-        """Items of an environment, complete or not."""
+        """Number of items of an environment, complete or not."""
         return self.slots // self.item.stride
 
     @property
     def _per_unroll(self) -> int:
-        """Items that begin in an unroll."""
+        """Number of items that begin in an unroll."""
         return self.unroll_length // self.item.stride
 
     @property
     def _late(self) -> int:
-        """The newest items, which lack later steps."""
+        """Number of the newest items, which lack later steps."""
         return self.item.length // self.item.stride
 
     @property
     def _early(self) -> int:
-        """The oldest items, which lack the frames before them."""
+        """Number of the oldest items, which lack the frames before them."""
         return -(-(self.frames - 1) // self.item.stride)
 
     @property
     def first_unrolls(self) -> int:
-        """Unrolls after which every environment has an item."""
+        """Number of unrolls after which every environment has an item."""
         return (self._late + self._early) // self._per_unroll + 1
 
     @property
     def least_unrolls(self) -> int:
-        """Unrolls that have to be kept, so that items are complete before they are overwritten."""
+        """Number of unrolls that have to be kept, so that items are complete before they are
+        overwritten."""
         return -(-(self._late + self._early) // self._per_unroll) + 1
 
     def init(self, trajectory: Trajectory) -> RingState:
@@ -179,7 +180,7 @@ class Ring(NamedTuple):
         return state.count[0] % self.unrolls * self.unroll_length
 
     def age(self, state: RingState, item: Array) -> Array:
-        """How many updates ago items began, from 0 on."""
+        """The age of items in updates, a fraction; that of the newest step is 0."""
         newest = self._next_slot(state) - 1
         return (newest - item * self.item.stride) % self.slots / self.unroll_length
 
@@ -203,21 +204,21 @@ class Ring(NamedTuple):
     def read(self, state: RingState, env: Array, item: Array, importance: Array) -> Window:
         """Reads items, given the numbers ``[n]`` of their environments and their own."""
         start, steps = item * self.item.stride, state.steps
-        slots = (start[:, None] + jnp.arange(self.item.length + 1)) % self.slots
+        slots = (start + jnp.arange(self.item.length + 1)[:, None]) % self.slots
 
         def observe(offsets: Array) -> ArrayTree:
-            slots = (start[:, None] + jnp.atleast_2d(offsets)) % self.slots
+            slots = (start + (offsets[:, None] if offsets.ndim == 1 else offsets)) % self.slots
             if self.frames > 1:
-                return self._stack(steps, env[:, None, None], slots[..., None])
-            return jax.tree.map(lambda x: x[env[:, None], slots], steps.timestep.observation)
+                return self._stack(steps, env[:, None], slots[..., None])
+            return jax.tree.map(lambda x: x[env, slots], steps.timestep.observation)
 
         others = steps.replace(timestep=steps.timestep.replace(observation=()))
-        read = jax.tree.map(lambda x: x[env[:, None], slots], others)
+        read = jax.tree.map(lambda x: x[env, slots], others)
         carry = jax.tree.map(lambda x: x[env, start // self.unroll_length], state.carry)
         return Window(read.timestep, read.action, read.extras, carry, importance, observe)
 
     def _stack(self, steps: Step, env: Array, slots: Array) -> Array:
-        """Observations ``[n, k, ..., frames]`` at the slots ``[n, k, 1]``."""
+        """Observations ``[k, n, ..., frames]`` at the slots ``[k, n, 1]`` of ``env [n, 1]``."""
         lags = jnp.arange(self.frames)
         fresh: Any = steps.fresh
         fresh = fresh[env, (slots - lags) % self.slots]

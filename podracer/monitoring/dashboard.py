@@ -145,8 +145,8 @@ def _speed(row: Mapping[str, int | float]) -> str:
 def summary_line(row: Row) -> str:
     """The progress, speed and returns of a row in one line."""
     text = f"{row['step']:,} steps, {_speed(row)}"
-    if row.get("replay/learning") == 0:
-        text += f", replay {row['replay/fill']:.0%} full, learning has not begun"
+    if row.get("train/learned") == 0:
+        text += f", replay {row['replay/fill']:.0%} full, not learning yet"
     for label, name in (("return", "train/episode_return"), ("evaluation", "eval/episode_return")):
         if name in row:
             text += f", {label} {number(row[name])}"
@@ -286,9 +286,9 @@ def _values(values: Mapping[str, int | float]) -> RenderableType:
 
 
 def _replay(values: Mapping[str, int | float]) -> RenderableType:
-    """The state of a replay; until learning begins, only how full it is."""
-    if values.get("learning") == 0:
-        return Text(f"{values['fill']:.0%} full, learning has not begun")
+    """The state of a replay buffer; until learning begins, only how full it is."""
+    if values.keys() == {"fill"}:
+        return Text(f"{values['fill']:.0%} full, not learning yet")
     names = {
         "fill": "fill",
         "age": "age in updates",

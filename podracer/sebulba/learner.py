@@ -10,6 +10,7 @@ import numpy as np
 
 from podracer.acting.statistics import EpisodeSums
 from podracer.distributed import mesh as mesh_lib
+from podracer.learning.learner import Metrics
 from podracer.monitoring.metrics import Clock
 from podracer.sebulba.pipeline import ActorOutput, ParameterServer, PauseTimer, TrajectoryQueue
 from podracer.sebulba.program import TRAJECTORY_SPECS, SebulbaState
@@ -70,7 +71,7 @@ class Learner:
         """
         self._pauses.resume()
         start = time.monotonic()
-        losses: list[Any] = []
+        updates: list[Metrics] = []
         outputs: list[ActorOutput] = []
         lags: list[int] = []
         for _ in range(self._sizes.updates_per_call):
@@ -80,9 +81,10 @@ class Learner:
             with self._clock.measure(UPDATE):
                 learn = partial(self._learn, state, taken)
                 state, weights, metrics = self._worker.call("updating", learn)
-            losses.append(metrics)
+            updates.append(metrics)
             # Before actors use these weights: the errors that follow would hide the cause.
-            check_finite({name: x[None] for name, x in metrics.items()}, self.version, self._sizes)
+            losses = {name: x[None] for name, x in metrics.losses.items()}
+            check_finite(losses, self.version, self._sizes)
             lags += [self.version - output.version for output in taken]
             outputs += [output._replace(parts=()) for output in taken]
             # Frees the device memory of the trajectories.
@@ -98,24 +100,29 @@ class Learner:
             "actor/restarts": int(restarts),
             **self._timing_row(outputs, lags),
             # The training loop would measure this one call late.
-            "time/steps_per_second": len(losses) * self._sizes.steps_per_update / seconds,
+            "time/steps_per_second": len(updates) * self._sizes.steps_per_update / seconds,
         }
         self._pauses.pause()
-        stacked = jax.tree.map(lambda *x: np.stack(x), *losses)
+        stacked = jax.tree.map(lambda *x: np.stack(x), *updates)
         return state, CallMetrics(stacked, EpisodeSums(*episodes), row)
 
     def _learn(
         self, state: SebulbaState, taken: Sequence[ActorOutput]
-    ) -> tuple[SebulbaState, Weights, Any]:
+    ) -> tuple[SebulbaState, Weights, Metrics]:
         """Does one update, and copies its metrics to the host."""
+        start = self._supervisor.now()
         # The training loop's transfer guard does not apply to this thread.
-        with jax.transfer_guard("disallow"), self._supervisor.measure_update():
+        with jax.transfer_guard("disallow"):
             trajectories = tuple(
                 mesh_lib.from_parts(output.parts, self._setup.mesh, TRAJECTORY_SPECS)
                 for output in taken
             )
             state, weights, metrics = self._update(state, trajectories)
-            return state, weights, jax.device_get(metrics)
+            metrics = jax.device_get(metrics)
+        # An update without gradient steps says nothing about how long the others take.
+        if isinstance(metrics.learned, tuple) or metrics.learned:
+            self._supervisor.add_update(self._supervisor.now() - start)
+        return state, weights, metrics
 
     def publish(self, weights: Weights) -> None:
         """Publishes weights once they have arrived on all actor devices."""

@@ -3,14 +3,13 @@
 No wait is endless: a thread that waits for another one regularly checks whether the run stops.
 """
 
-import contextlib
 import math
 import queue
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from podracer.errors import ActorError
@@ -187,12 +186,10 @@ class Supervisor:
         else:
             self.check()
 
-    @contextlib.contextmanager
-    def measure_update(self) -> Iterator[None]:
-        """Measures an update, from which the limit of activities on a device follows."""
-        start = self.now()
-        yield
-        self._limits.add_update(self.now() - start)
+    def add_update(self, seconds: float) -> None:
+        """Records how long an update took, from which the limit of activities on a device
+        follows."""
+        self._limits.add_update(seconds)
 
     def warn_once(self, cause: str, text: str) -> None:
         """Prints a warning from any thread, unless there was one with the same cause before."""

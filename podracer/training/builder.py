@@ -15,6 +15,7 @@ from podracer.acting.policy import Policy
 from podracer.agents import AGENTS
 from podracer.config import Config, Sizes
 from podracer.distributed import mesh as mesh_lib
+from podracer.errors import ConfigError
 from podracer.learning.learner import Update, make_update
 from podracer.learning.optimizer import make_optimizer, make_schedule
 from podracer.types import (
@@ -54,7 +55,7 @@ def make_agent(config: Config, spec: Spec) -> Agent:
     """Builds the agent with its network.
 
     Raises:
-      ConfigError: the network does not fit the observations.
+      ConfigError: the agent can't act in this environment or with these settings.
     """
     agent = AGENTS[config.agent]
     return agent.make(spec, config.settings, config.agent_config, DEVICES)
@@ -64,9 +65,17 @@ def build(config: Config, spec: Spec, sizes: Sizes) -> Components:
     """Builds agent, optimizer and update.
 
     Raises:
-      ConfigError: the network does not fit the observations.
+      ConfigError: the agent can't act in this environment or with these settings, or the run ends
+        before learning begins.
     """
     agent = make_agent(config, spec)
+    if agent.source.begin >= sizes.num_updates:
+        begin = (agent.source.begin + 1) * sizes.steps_per_update
+        raise ConfigError(
+            f"learning begins after {begin:,} steps (replay.begin={config.replay.begin:,}), but "
+            f"the run has {sizes.num_updates * sizes.steps_per_update:,}; raise total_steps, or "
+            "lower replay.begin"
+        )
     settings = config.optimization
     optimizer = make_optimizer(settings, agent)
     schedule = make_schedule(settings, sizes.num_updates, config.gradient_steps.transitions)

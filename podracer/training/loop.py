@@ -1,6 +1,6 @@
 """The training loop around a compiled step: metrics, evaluations, checkpoints, and stopping."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple, NoReturn
 
@@ -14,6 +14,7 @@ from podracer.distributed import drift
 from podracer.distributed import mesh as mesh_lib
 from podracer.distributed.signals import Interrupted
 from podracer.errors import DivergedError
+from podracer.learning import learner
 from podracer.monitoring.curves import mean_and_interval
 from podracer.monitoring.metrics import Clock
 from podracer.storage.checkpoint import Progress
@@ -27,12 +28,12 @@ class CallMetrics(NamedTuple):
     If several agents learn at once, they are the first axis.
 
     Attributes:
-      losses: losses by name, ``[K]`` each; means over devices and gradient steps.
+      learner: see ``learning.learner.Metrics``, ``[K]`` each.
       episodes: sums, ``[K]`` each, over the episodes that ended on all devices.
       host: further numbers, by the names under which they are logged.
     """
 
-    losses: dict[str, jax.Array]
+    learner: learner.Metrics
     episodes: EpisodeSums
     host: Row | tuple[()] = ()
 
@@ -80,29 +81,24 @@ def check_finite(losses: dict[str, Any], first_update: int, sizes: Sizes) -> Non
     )
 
 
-def _means(losses: Mapping[str, Any]) -> dict[str, float]:
-    """Means over updates; those of losses over the updates that had gradient steps.
-
-    An update without gradient steps, because a replay fills, reports zeros.
-    """
-    learning = float(losses.get("replay/learning", np.ones(1)).mean())
-    of_updates = ("replay/fill", "replay/learning")
-    means = {name: float(x.mean()) for name, x in losses.items()}
-    return {
-        name: mean if name in of_updates else mean / learning
-        for name, mean in means.items()
-        if learning or name in of_updates
-    }
+def _learner_row(metrics: learner.Metrics) -> Row:
+    """Means over updates; those of losses over the updates that had gradient steps."""
+    row: Row = {name: float(x.mean()) for name, x in metrics.source.items()}
+    learned = 1.0
+    if not isinstance(metrics.learned, tuple):
+        row["train/learned"] = learned = float(metrics.learned.mean())
+    if learned:
+        # A name with a slash has its own group, such as "replay/age".
+        row |= {
+            name if "/" in name else f"loss/{name}": float(x.mean()) / learned
+            for name, x in metrics.losses.items()
+        }
+    return row
 
 
 def _train_row(metrics: CallMetrics) -> Row:
     episodes, ret, length = (float(x.sum()) for x in metrics.episodes)
-    row: Row = {
-        # A name with a slash has its own group, such as "replay/fill".
-        name if "/" in name else f"loss/{name}": x
-        for name, x in _means(metrics.losses).items()
-    }
-    row["train/episodes"] = round(episodes)
+    row = {**_learner_row(metrics.learner), "train/episodes": round(episodes)}
     if episodes:
         row["train/episode_return"] = ret / episodes
         row["train/episode_length"] = length / episodes
@@ -160,7 +156,7 @@ class _RowLog:
         assert self._unread is not None
         (update, metrics), sizes = self._unread, self._sizes
         self._unread, metrics = None, jax.device_get(metrics)
-        check_finite(metrics.losses, update, sizes)
+        check_finite(metrics.learner.losses, update, sizes)
         step = (update + sizes.updates_per_call) * sizes.steps_per_update
         seconds = self._clock.training()
         rate = (step - self._step) / max(seconds - self._seconds, 1e-9)

@@ -1,4 +1,4 @@
-"""The memory of a run's state: what a replay needs on each device, and whether there is as much."""
+"""The memory of a run's state: what a replay buffer needs on each device, and whether it fits."""
 
 import contextlib
 import math
@@ -24,14 +24,15 @@ class StateMemory(NamedTuple):
     """Memory that the state of a run needs on each device that learns.
 
     Attributes:
-      kept: environment steps that the replay keeps, over all devices; 0 for agents without one.
-      replay: bytes of the replay.
+      capacity: environment steps that the replay buffer holds, over all devices; 0 for agents
+        without one.
+      replay: bytes of the replay buffer.
       rest: bytes of everything else.
       mesh: the devices that learn.
       num_seeds: number of agents.
     """
 
-    kept: int
+    capacity: int
     replay: int
     rest: int
     mesh: jax.sharding.Mesh
@@ -39,11 +40,11 @@ class StateMemory(NamedTuple):
 
     @property
     def layout(self) -> dict[str, str]:
-        """The replay in words; empty for agents without one."""
-        if not self.kept:
+        """The replay buffer in words; empty for agents without one."""
+        if not self.capacity:
             return {}
         each = f" for each of {self.num_seeds} agents" if self.num_seeds > 1 else ""
-        return {"replay": f"{self.kept:,} steps{each}, {size(self.replay)} {self.where}"}
+        return {"replay": f"{self.capacity:,} steps{each}, {size(self.replay)} {self.where}"}
 
     @property
     def where(self) -> str:
@@ -68,7 +69,7 @@ def measure(source: Source, state: Any, mesh: jax.sharding.Mesh) -> StateMemory:
     """
     replay = bytes_per_device(state.source)
     rest = bytes_per_device(state) - replay
-    return StateMemory(source.kept, replay, rest, mesh, math.prod(state.key.shape))
+    return StateMemory(source.capacity, replay, rest, mesh, math.prod(state.key.shape))
 
 
 def available(mesh: jax.sharding.Mesh) -> float:
@@ -94,9 +95,9 @@ def machine_memory() -> int:
 
 
 def check(memory: StateMemory, config: Config) -> None:
-    """Checks that a replay fits into the memory of the devices.
+    """Checks that a replay buffer fits into the memory of the devices.
 
-    What a run needs besides its state is known only once it is compiled, so a replay that passes
+    What a run needs besides its state is known only once it is compiled, so one that passes
     may still be too large.
 
     Args:
@@ -107,12 +108,14 @@ def check(memory: StateMemory, config: Config) -> None:
       ConfigError: it does not fit.
     """
     limit = available(memory.mesh)
-    if not memory.kept or memory.replay + memory.rest <= limit:
+    if not memory.capacity or memory.replay + memory.rest <= limit:
         return
-    most = int(max(0, limit - memory.rest) * memory.kept / memory.replay)
+    most = int(max(0, limit - memory.rest) * memory.capacity / memory.replay)
     # Two digits, as the number is only about right.
     most -= most % 10 ** max(0, len(str(most)) - 2)
-    lower = f"lower it to {most:,}" if most >= config.replay.begin else "lower num_envs"
+    lower = f"lower it to {most:,}" if most else "lower num_envs"
+    if 0 < most < config.replay.begin:
+        lower += f" and replay.begin={config.replay.begin:,} with it"
     seeds = " or lower num_seeds" * (config.num_seeds > 1)
     raise ConfigError(
         f"replay.capacity={config.replay.capacity:,} needs {size(memory.replay)} {memory.where}, "

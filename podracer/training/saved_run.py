@@ -194,7 +194,7 @@ def evaluate(
       member: which agent of a run with num_seeds > 1, from 0. The default is the first and not the
         best, whose returns would be biased by the choice.
       num_episodes: number of episodes; None takes the run's evaluation.episodes.
-      greedy: take the most probable action instead of a sampled one; None takes the run's setting.
+      greedy: act without exploration, see ``EvaluationConfig``; None takes the run's setting.
       seed: seed of episodes and sampled actions; None takes the member's own.
       gif: file to write the first episode to, as an animated GIF.
       gif_frames: maximum number of frames; of longer episodes only every n-th step is drawn.
@@ -267,7 +267,7 @@ def load_policy(
       workdir: workdir of a run of either architecture.
       weights: "last", or "best" according to the run's evaluations.
       member: which agent of a run with num_seeds > 1, from 0.
-      greedy: take the most probable action instead of a sampled one; None takes the run's setting
+      greedy: act without exploration, see ``EvaluationConfig``; None takes the run's setting
         for evaluations.
       seed: seed of sampled actions.
       allow_env: see ``evaluate``.

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from podracer.config import Config, Sizes, sections
+from podracer.config import Config, Sizes
 from podracer.distributed.processes import Processes
 from podracer.distributed.signals import StopSignals
 from podracer.errors import TransientError
@@ -98,7 +98,8 @@ class Session:
         if files.config is not None:
             now = {"architecture": self._architecture, **dataclasses.asdict(self._config)}
             defaults = dataclasses.asdict(Config())
-            for line in check_same_run(files.config, now, defaults, sections.FIXED):
+            fixed = self._config.agent_config.fixed
+            for line in check_same_run(files.config, now, defaults, fixed):
                 self.log(line)
         files.hold()
         files.make_folder(CHECKPOINTS)

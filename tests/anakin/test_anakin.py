@@ -93,13 +93,13 @@ def test_devices_do_not_change_the_update(agent, core, numbers):
     one, one_metrics = jax.device_get(step(state))
     assert np.abs(flat(one) - flat(state)).max() > 1e-3
     if agent == "ppo":
-        assert 0 < one_metrics.losses["stopped"].mean() < 1
+        assert 0 < one_metrics.learner.losses["stopped"].mean() < 1
     for devices in numbers:
         _, _, state, step = cartpole_run(agent, core, devices)
         many, metrics = jax.device_get(step(state))
         np.testing.assert_allclose(flat(many), flat(one), atol=2e-5, rtol=1e-5)
-        for name, value in one_metrics.losses.items():
-            np.testing.assert_allclose(metrics.losses[name], value, rtol=1e-3, atol=1e-4)
+        for name, value in one_metrics.learner.losses.items():
+            np.testing.assert_allclose(metrics.learner.losses[name], value, rtol=1e-3, atol=1e-4)
         np.testing.assert_allclose(metrics.episodes.episodes, one_metrics.episodes.episodes)
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4),

@@ -121,10 +121,11 @@ class Job:
         ended = [p.communicate(timeout=timeout) for p in self.processes]
         return [(p.returncode, *texts) for p, texts in zip(self.processes, ended, strict=True)]
 
-    def succeed(self) -> None:
-        """Waits until all have ended, successfully."""
+    def succeed(self) -> str:
+        """Waits until all have ended, successfully; returns the output of process 0."""
         ended = self.finish()
         assert [code for code, *_ in ended] == [0] * len(ended), [errors for *_, errors in ended]
+        return ended[0][1]
 
 
 def read_rows(workdir: pathlib.Path) -> list[dict]:

@@ -21,7 +21,7 @@ def item(length: int, stride: int = 1, **fields) -> Item:
 
     def valid(window):
         first, discount = window.timestep.first, window.timestep.discount
-        return ~first[:, 1] | (discount[:, 1] == 0)
+        return ~first[1] | (discount[1] == 0)
 
     return Item(
         length,
@@ -134,19 +134,19 @@ def check_contents(world, state, expected, length, stride, frames, slots):
 
     def real(key):
         return np.stack([
-            np.stack([world.steps[t + o][key][b] for o in offsets]) for b, t in expected
+            np.stack([world.steps[t + o][key][b] for b, t in expected]) for o in offsets
         ])  # fmt: skip
 
     for key in ("reward", "discount", "first"):
         np.testing.assert_array_equal(getattr(window.timestep, key), real(key))
-    np.testing.assert_array_equal(window.action[:, :-1], real("action")[:, :-1])
+    np.testing.assert_array_equal(window.action[:-1], real("action")[:-1])
     np.testing.assert_array_equal(window.extras["twice"], 2 * window.action)
     stack = real("stack")
     np.testing.assert_array_equal(
         window.observe(jnp.arange(length + 1)), stack if frames > 1 else stack[..., 0]
     )
-    some = np.random.default_rng(0).integers(0, length + 1, (len(env), 2))
-    chosen = np.take_along_axis(stack, some[..., None], 1)
+    some = np.random.default_rng(0).integers(0, length + 1, (2, len(env)))
+    chosen = np.take_along_axis(stack, some[..., None], 0)
     np.testing.assert_array_equal(window.observe(some), chosen if frames > 1 else chosen[..., 0])
     np.testing.assert_array_equal(window.carry, start // T * T)
 

@@ -119,14 +119,14 @@ def test_the_view_shows_progress_returns_losses_times_and_memory():
 
 
 def test_the_view_shows_a_replay_and_that_it_fills():
-    replay = {"replay/fill": 0.05, "replay/learning": 0.0, "replay/age": 0.0}
+    replay = {"replay/fill": 0.05, "train/learned": 0.0}
     filling = train_row(1000, **replay)
     (line,) = [line for line in drawn(view_of(filling)) if "replay" in line]
-    assert line.strip("│ ").split(None, 1) == ["replay", "5% full, learning has not begun"]
+    assert line.strip("│ ").split(None, 1) == ["replay", "5% full, not learning yet"]
     assert dashboard.summary_line(filling).endswith(
-        "replay 5% full, learning has not begun, return 1.000"
+        "replay 5% full, not learning yet, return 1.000"
     )
-    learning = {"replay/learning": 1.0, "replay/age": 12.25, "replay/importance": 0.5}
+    learning = {"train/learned": 1.0, "replay/age": 12.25, "replay/importance": 0.5}
     row = train_row(2000, **{**replay, **learning})
     (line,) = [line for line in drawn(view_of(row)) if "replay" in line]
     assert " ".join(line.split()[1:-1]) == "replay fill 0.0500 age in updates 12.2 importance 0.500"

@@ -100,8 +100,8 @@ def test_bfloat16_trains(agent):
         for before, after in zip(*map(jax.tree.leaves, (state.train, new.train)), strict=True):
             assert after.dtype == before.dtype
             assert after.dtype != jnp.bfloat16
-        assert all(np.isfinite(x).all() for x in metrics.losses.values())
-        assert metrics.losses["grad_norm"][-1] > 0
+        assert all(np.isfinite(x).all() for x in metrics.learner.losses.values())
+        assert metrics.learner.losses["grad_norm"][-1] > 0
         before, after = (ravel_pytree(x.train.weights)[0] for x in (state, new))
         weights[dtype] = np.asarray(after - before)
     # The same direction, computed less exactly.

@@ -79,7 +79,7 @@ def test_without_lag_sebulba_makes_the_updates_of_anakin(agent, core, env, monke
     result = train(sebulba_config(env=f"dummy:{env}", **changes, **ONE_AND_TWO, sebulba__lag=0))
     np.testing.assert_allclose(weights_of(result), flat(state), atol=2e-5)
     last = result.metrics[-1]
-    for name, value in anakin.losses.items():
+    for name, value in anakin.learner.losses.items():
         logged = last[name if "/" in name else f"loss/{name}"]
         np.testing.assert_allclose(logged, value[-1], rtol=1e-3, atol=1e-4)
 

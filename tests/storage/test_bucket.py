@@ -325,12 +325,12 @@ def test_damaged_and_incomplete_checkpoints_are_skipped(store, run):
 
 @pytest.mark.slow
 def test_kills_change_nothing(store, run, tmp_path):
-    """``kill -9`` between rows, each time resumed by the same command."""
+    """``kill -9`` between rows, each time resumed by the same command, with a replay."""
 
     def command(workdir):
         return [
-            sys.executable, "-m", "podracer.anakin", "--config=configs/cartpole.py",
-            f"--workdir={workdir}", "--config.total_steps=200_000", "--config.checkpoint.every=4",
+            sys.executable, "-m", "podracer.anakin", "--config=configs/cartpole_dqn.py",
+            f"--workdir={workdir}", "--config.total_steps=15_000", "--config.checkpoint.every=8",
         ]  # fmt: skip
 
     subprocess.run(command(tmp_path / "whole"), cwd=ROOT, check=True, capture_output=True)

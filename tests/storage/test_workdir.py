@@ -13,7 +13,8 @@ import pytest
 import tenacity
 from etils import epath
 
-from podracer.config import Config, sections
+from podracer.agents.dqn import Config as DQNConfig
+from podracer.config import Config
 from podracer.errors import ConfigError, SaveError, TransientError
 from podracer.storage import bucket, retry
 from podracer.storage.compatibility import check_same_run
@@ -189,12 +190,16 @@ def test_a_run_from_before_a_setting_existed_had_its_default():
     now = {"architecture": "anakin", **dataclasses.asdict(make_config())}
     before = {key: x for key, x in now.items() if key not in ("replay", "observed")}
     check = functools.partial(
-        check_same_run, defaults=dataclasses.asdict(Config()), fixed=sections.FIXED
+        check_same_run, defaults=dataclasses.asdict(Config()), fixed=DQNConfig.fixed
     )
     assert check(before, now) == []
     with pytest.raises(ConfigError, match=r"observed=\[\], not \[0\], which can't change"):
         check(before, {**now, "observed": (0,)})
+    with pytest.raises(ConfigError, match=r"replay\.batch=256, not 128"):
+        check(before, {**now, "replay": {**now["replay"], "batch": 128}})
     with pytest.raises(ConfigError, match=r"dqn\.dueling=False, not True"):
         check(before, {**now, "dqn": {**now["dqn"], "dueling": True}})
+    # Settings of other agents don't matter.
+    assert len(check(now, {**now, "d4pg": {**now["d4pg"], "atoms": 7}})) == 1
     lines = check(now, {**now, "dqn": {**now["dqn"], "target_period": 7}})
     assert lines == ["dqn.target_period was 500 and is now 7"]

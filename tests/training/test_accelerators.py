@@ -18,7 +18,7 @@ import pytest
 from jax._src.lib import guard_lib
 
 from podracer import anakin, errors, sebulba
-from podracer.sebulba.threads import Supervisor
+from podracer.distributed import mesh
 from podracer.training import saved_run
 from tests.training.resuming import Stops, resumable
 
@@ -152,13 +152,14 @@ def test_a_run_of_sebulba_makes_no_copy_that_is_not_allowed(
         env="dummy:counting", cpu_devices=8, sebulba__actor_devices=(0,),
         sebulba__learner_devices=learners, **CONFIG,
     )  # fmt: skip
-    guards, measure_update = [], Supervisor.measure_update
+    guards, from_parts = [], mesh.from_parts
 
-    def spy(supervisor):
+    def spy(*args):
         guards.append(guard_lib.thread_local_state().host_to_device)
-        return measure_update(supervisor)
+        return from_parts(*args)
 
-    monkeypatch.setattr(Supervisor, "measure_update", spy)
+    # The worker thread calls it before each update.
+    monkeypatch.setattr(mesh, "from_parts", spy)
     check_run(sebulba.train, config, tmp_path / "run", monkeypatch)
     assert set(guards) == {LEVELS.DISALLOW}
 

@@ -75,6 +75,12 @@ def test_a_replay_that_no_device_can_hold_is_refused(train, monkeypatch):
     memory.check(run.memory, config)
 
 
+def test_less_than_what_learning_begins_with_needs_another_setting(monkeypatch):
+    monkeypatch.setattr(memory, "available", lambda mesh: 10**6)
+    with pytest.raises(ConfigError, match=r"lower it to [\d,]+ and replay.begin=90,000 with it"):
+        anakin.train(make_config(**REPLAY, total_steps=200_000, replay__begin=90_000))
+
+
 def test_the_machines_memory_is_shared_by_its_cpu_devices():
     one, two = (memory.available(jax.sharding.Mesh(jax.devices()[:count], "x")) for count in (1, 2))
     assert one == pytest.approx(2 * two, rel=1e-6)

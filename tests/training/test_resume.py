@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from podracer import anakin, errors, sebulba
+from podracer.sebulba.threads import HangLimits
 from podracer.training.session import Session
 from tests.training.resuming import (
     D4PG,
@@ -261,6 +262,8 @@ def test_a_divergence_leaves_the_checkpoint_before_it(tmp_path):
 )
 def test_sebulba_resumes_its_learner(changes, begin, tmp_path, monkeypatch, capsys):
     """``begin`` is the number of updates before the first gradient step."""
+    measured = []
+    monkeypatch.setattr(HangLimits, "add_update", lambda limits, seconds: measured.append(seconds))
     run = resumable(
         **changes,
         env="dummy:counting",
@@ -287,6 +290,8 @@ def test_sebulba_resumes_its_learner(changes, begin, tmp_path, monkeypatch, caps
     assert counts
     for name in counts:
         assert after[name] / before[name] == (10 - begin) / (4 - begin)
+    # Updates that only fill the replay buffer do not tell how long one may take.
+    assert len(measured) == 10 - begin
     if changes:
         assert (after["replay/ring/count"] == 10).all()
     # Times are those of both starts; a start with nothing left to do adds none.

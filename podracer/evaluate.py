@@ -24,7 +24,7 @@ FLAGS: dict[str, command_line.Flag] = {
     "greedy": (
         flags.DEFINE_bool,
         None,
-        "Take the most probable actions; --nogreedy samples them. Default: as in the run",
+        "Act without exploration; --nogreedy acts as in training. Default: as in the run",
     ),
     "seed": (flags.DEFINE_integer, None, "Seed of the episodes; default: the member's"),
     "gif": (flags.DEFINE_string, None, "GIF file to write an episode to"),

@@ -246,7 +246,7 @@ class LossAux(NamedTuple):
     Attributes:
       metrics: scalars by name; averaged over devices and gradient steps.
       priorities: ``[items]``, the new priorities of the batch's items, or ``()`` for agents that do
-        not rank them.
+        have none.
       stop: ``[]`` float32; if its mean over devices is positive, this gradient step and the
         remaining ones of the update are skipped. ``()`` for losses that never skip.
     """
@@ -274,7 +274,7 @@ class Act(Protocol):
 
 
 class Source(NamedTuple):
-    """Where the batches of gradient steps come from: a rollout that is dealt out, or a replay.
+    """Where the batches of gradient steps come from: minibatches of a rollout, or a replay buffer.
 
     The functions are called on each device for its own environments. In ``state``, the first axis
     of every array is that of these environments, over which it is sharded.
@@ -288,12 +288,13 @@ class Source(NamedTuple):
         act with next.
       sample: ``(source, train_state, key, i) -> (batch, ticket, metrics)``, the batch of gradient
         step ``i`` of the update; ``ticket`` says which items it consists of.
-      update: ``(source, ticket, priorities) -> source``.
+      update: ``(source, ticket, priorities) -> source``, with new priorities of the batch's items.
       finish: ``(source) -> (state, metrics)`` after the last gradient step of an update. The
         metrics are the same on all devices.
       ready: ``(source) -> [] bool``, whether there is enough to learn from, the same on all
         devices. Until then, updates have no gradient steps. None if there always is.
-      kept: environment steps that the state holds at most, over all devices; 0 if it holds none
+      begin: number of updates before the first one with gradient steps.
+      capacity: environment steps that the state holds at most, over all devices; 0 if it holds none
         from one update to the next.
     """
 
@@ -306,7 +307,8 @@ class Source(NamedTuple):
     update: Callable[[ArrayTree, ArrayTree, Array | tuple[()]], ArrayTree]
     finish: Callable[[ArrayTree], tuple[ArrayTree, dict[str, Array]]]
     ready: Callable[[ArrayTree], Array] | None = None
-    kept: int = 0
+    begin: int = 0
+    capacity: int = 0
 
 
 class Agent(NamedTuple):
@@ -320,8 +322,8 @@ class Agent(NamedTuple):
       source: where the batches of ``loss`` come from.
       loss: ``(params, train_state, batch, key) -> (scalar, LossAux)``, to be minimised.
       target: ``(params, target, step) -> target``, the target network after gradient step number
-        ``step``, counted from 1 over the whole run; None for agents without one. The first target
-        is a copy of the parameters.
+        ``step``, counted from 1 as if all updates of the run had them; None for agents without one.
+        The first target is a copy of the parameters.
       labels: ``(params) ->`` a tree of the same structure that names the group of each parameter.
         Each group has an optimizer of its own. None if there is only one group.
       rates: each group of ``labels`` with the factor of its learning rate.

@@ -99,7 +99,8 @@ class Policy:
           agent: the agent that acts.
           weights: the agent's weights; for a run with num_seeds > 1, those of one of its agents.
           env: the environment, which converts observations and actions but is not stepped.
-          greedy: take the most probable action; if false, sample actions.
+          greedy: act without exploration; if false, as in training, with the exploration of the
+            first environment.
           seed: seed of sampled actions.
 
         Raises:

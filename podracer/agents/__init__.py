@@ -4,7 +4,8 @@
 says what the rest of a run has to know before the agent is built:
 
 - ``off_policy``: whether the agent learns as well from experience of older weights, of any age.
-- ``fixed``: names of the settings that can't change when a run is resumed.
+- ``fixed``: dotted keys of the settings that can't change when a run is resumed, besides those of
+  every agent (``storage.compatibility``).
 - ``gradient_steps(settings) -> GradientSteps``: how an update is divided.
 """
 

@@ -26,8 +26,8 @@ class Settings:
       normalize_rewards: whether to divide rewards by the running standard deviation of discounted
         returns, clipped to [-10, 10].
       network: the network.
-      rollout: how agents that learn from each unroll once divide it into minibatches.
-      replay: what other agents keep, and how they draw from it.
+      rollout: how agents without a replay buffer divide each unroll into minibatches.
+      replay: what the other agents keep, and how they draw from it.
     """
 
     num_envs: int
@@ -47,14 +47,14 @@ class Settings:
 
 
 def replay_gradient_steps(settings: Settings, transitions: int) -> GradientSteps:
-    """How an update with a replay is divided; an item teaches ``transitions`` transitions."""
+    """How an update is divided if a loss reads ``transitions`` transitions of an item."""
     return replay.gradient_steps(
         settings.replay, settings.num_envs, settings.unroll_length, transitions
     )
 
 
 def make_replay(item: Item, spec: Spec, settings: Settings, devices: Devices) -> Source:
-    """The replay that the settings ask for.
+    """The replay buffer that the settings describe.
 
     Args:
       item: what the agent's items are.

@@ -1,4 +1,4 @@
-"""Items of agents that learn from single transitions of a replay: DQN and D4PG."""
+"""Items of agents that learn from single transitions of a replay buffer: DQN and D4PG."""
 
 import jax
 import jax.numpy as jnp
@@ -6,12 +6,13 @@ from flax import struct
 
 from podracer.agents import normalization, returns
 from podracer.agents.settings import Settings
+from podracer.errors import ConfigError
 from podracer.learning.ring import Item, Window
 from podracer.types import Array, ArrayTree, Devices, TrainState
 
 
 class Batch(struct.PyTreeNode):
-    """What the loss reads; ``[items, ...]`` each.
+    """What the loss reads; ``[items, ...]`` each, except observations.
 
     Attributes:
       observation: ``[2, items, ...]``, of the value to learn and of the one to bootstrap from.
@@ -33,22 +34,29 @@ def make_item(settings: Settings, devices: Devices, n_step: int) -> Item:
       settings: settings of every agent.
       devices: the devices that learn.
       n_step: transitions between a value and the one it bootstraps from.
+
+    Raises:
+      ConfigError: the network has a core.
     """
+    if settings.network.core != "none":
+        raise ConfigError(
+            f"network.core={settings.network.core!r} needs sequences, but this agent learns from "
+            "single transitions; use network.core='none', agent='r2d2' for discrete actions, or "
+            "agent='ppo'"
+        )
 
     def read(train_state: TrainState, window: Window) -> Batch:
         stats = train_state.weights.stats
-        timestep = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), window.timestep)
+        timestep = window.timestep
         timestep = timestep.replace(reward=normalization.normalize_reward(stats, timestep.reward))
         target = returns.n_step(timestep, n_step, settings.discount)
         target = jax.tree.map(lambda x: x[0], target)
-        observation = window.observe(jnp.stack([jnp.zeros_like(target.steps), target.steps], 1))
-        observation = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), observation)
+        observation = window.observe(jnp.stack([jnp.zeros_like(target.steps), target.steps]))
         observation = normalization.normalize_observation(stats, observation)
-        return Batch(observation, window.action[:, 0], target, window.importance)
+        return Batch(observation, window.action[0], target, window.importance)
 
     def valid(window: Window) -> Array:
-        timestep = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), window.timestep)
-        return returns.valid(timestep)[0]
+        return returns.valid(window.timestep)[0]
 
     update_stats = normalization.make_update_stats(settings, devices.mean)
     return Item(n_step, 1, read, update_stats, valid=valid)

@@ -16,11 +16,8 @@ AgentSections: Any = dataclasses.make_dataclass(
     frozen=True,
 )
 
-
-# Agents that learn as well from experience of older weights, and the agents' settings that can't
-# change when a run is resumed.
+# Agents that learn as well from experience of older weights.
 OFF_POLICY = tuple(name for name, agent in AGENTS.items() if agent.Config.off_policy)
-FIXED = tuple(f"{name}.{key}" for name, agent in AGENTS.items() for key in agent.Config.fixed)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -137,9 +137,10 @@ class Branch(nnx.Module):
         self.out_size = config.core_size if self.core else size
 
     def __call__(
-        self, carry: Carry, observation: ArrayTree, first: Array, extra: Array | None = None
+        self, carry: Carry, observation: ArrayTree, first: Array | None, extra: Array | None = None
     ) -> tuple[Carry, Array]:
-        time, batch = first.shape
+        """``first [T, B]`` resets the core; without a core it may be None."""
+        time, batch = jax.tree.leaves(observation)[0].shape[:2]
 
         def fold(x: Array) -> Array:
             # The torso has no carry, so time is folded into the batch, which makes convolutions
@@ -156,7 +157,10 @@ class Branch(nnx.Module):
         x = x.reshape(time, batch, -1)
         if extra is not None:
             x = jnp.concatenate([x, extra.astype(self.dtype)], -1)
-        return (carry, x) if self.core is None else self.core(carry, x, first)
+        if self.core is None:
+            return carry, x
+        assert first is not None
+        return self.core(carry, x, first)
 
 
 def initial_carry(config: NetworkConfig, batch: int) -> Carry:

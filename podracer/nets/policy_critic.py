@@ -1,4 +1,4 @@
-"""A deterministic policy and a distributional critic, from a ``Spec`` and a ``NetworkConfig``."""
+"""A deterministic policy and distributional critics, from a ``Spec`` and a ``NetworkConfig``."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -16,14 +16,14 @@ from podracer.types import Array, ArrayTree, Box, Params, Spec
 
 
 class PolicyCritic(NamedTuple):
-    """Torso, policy and critic as pure functions of the same parameters, of which each reads its
-    own: ``{"torso", "policy", "critic"}``.
+    """Torso, policy and critics as pure functions of the same parameters, of which each reads its
+    own: ``{"torso", "policy", "critic"}``, the last a list.
 
     Attributes:
       init: ``(key) -> params``.
       features: ``(params, observation [T, B, ...]) -> features [T, B, F]``.
       policy: ``(params, features) -> actions [T, B, *shape]`` in [-1, 1].
-      critic: ``(params, features, actions) -> logits [T, B, atoms]``.
+      critic: ``(params, features, actions) -> logits [critics, T, B, atoms]``.
     """
 
     init: Callable[[Array], Params]
@@ -35,8 +35,8 @@ class PolicyCritic(NamedTuple):
 class Head(nnx.Module):
     """Features ``[..., F]`` -> ``[..., out_size]`` float32, by layers of their own.
 
-    The first layer is normalised and bounded by tanh, so that the scale of features has no effect,
-    as in acme's D4PG (https://arxiv.org/abs/2006.00979).
+    The first layer is normalised and bounded by tanh, so that the scale of features has little
+    effect, as in acme's D4PG (https://arxiv.org/abs/2006.00979).
     """
 
     def __init__(
@@ -53,12 +53,13 @@ class Head(nnx.Module):
         self.first = linear(in_size, first, 2**0.5, dtype=self.dtype, rngs=rngs)
         self.norm = nnx.LayerNorm(first, dtype=self.dtype, rngs=rngs)
         self.others = MLP((first,), others, config.activation, dtype=self.dtype, rngs=rngs)
-        self.last = linear(hidden[-1], out_size, 0.01, dtype=self.dtype, rngs=rngs)
+        # In float32, as those of other networks: bfloat16 has three significant digits.
+        self.last = linear(hidden[-1], out_size, 0.01, dtype=jnp.float32, rngs=rngs)
 
     def __call__(self, x: Array) -> Array:
         x = jnp.tanh(self.norm(self.first(x)))
         y = self.last(self.others(x.reshape(-1, x.shape[-1])))
-        return y.reshape(*x.shape[:-1], -1).astype(jnp.float32)
+        return y.reshape(*x.shape[:-1], -1)
 
 
 def make_policy_critic(
@@ -67,9 +68,10 @@ def make_policy_critic(
     *,
     policy_hidden: Sequence[int],
     critic_hidden: Sequence[int],
+    critics: int,
     atoms: int,
 ) -> PolicyCritic:
-    """Builds a policy and a critic on a common torso.
+    """Builds a policy and critics on a common torso.
 
     Args:
       spec: observation and action spaces.
@@ -77,8 +79,9 @@ def make_policy_critic(
         ``hidden`` has an effect for the torso "pixels" only. ``shared`` and ``initial_log_std``
         have none.
       policy_hidden: sizes of the policy's layers.
-      critic_hidden: sizes of the critic's layers.
-      atoms: number of values that the critic distributes probability over.
+      critic_hidden: sizes of the layers of a critic.
+      critics: number of critics.
+      atoms: number of values that a critic distributes probability over.
 
     Raises:
       ConfigError: actions are discrete or unbounded, or the torso can't take the observations.
@@ -86,13 +89,13 @@ def make_policy_critic(
     action = spec.action
     if not isinstance(action, Box):
         raise ConfigError(
-            f"agent='d4pg' acts in continuous spaces, but this environment has "
+            "a deterministic policy is for continuous actions, but this environment has "
             f"{action.num_actions} discrete actions; use agent='dqn' or agent='ppo'"
         )
     bounded = jnp.isfinite(action.low) & jnp.isfinite(action.high)
     if not bounded.all():
         raise ConfigError(
-            f"agent='d4pg' spreads its actions over the bounds of the action space, but "
+            "the policy spreads its actions over the bounds of the action space, but "
             f"{int((~bounded).sum())} of its {prod(action.shape)} dimensions have no lower or no "
             "upper bound; use agent='ppo'"
         )
@@ -109,13 +112,15 @@ def make_policy_critic(
     )
 
     def init(key: Array) -> Params:
-        keys = jax.random.split(key, 3)
-        inits = {"torso": torso_init, "policy": policy_init, "critic": critic_init}
-        return {name: f(k) for (name, f), k in zip(inits.items(), keys, strict=True)}
+        torso_key, policy_key, *critic_keys = jax.random.split(key, 2 + critics)
+        return {
+            "torso": torso_init(torso_key),
+            "policy": policy_init(policy_key),
+            "critic": [critic_init(k) for k in critic_keys],
+        }
 
     def features(params: Params, observation: ArrayTree) -> Array:
-        nothing = jnp.zeros(jax.tree.leaves(observation)[0].shape[:2], bool)
-        return torso(params["torso"], (), observation, nothing)[1]
+        return torso(params["torso"], (), observation, None)[1]
 
     def act(params: Params, features: Array) -> Array:
         output = policy(params["policy"], features)
@@ -123,6 +128,7 @@ def make_policy_critic(
 
     def evaluate(params: Params, features: Array, actions: Array) -> Array:
         flat = actions.reshape(*features.shape[:-1], -1).astype(features.dtype)
-        return critic(params["critic"], jnp.concatenate([features, flat], -1))
+        x = jnp.concatenate([features, flat], -1)
+        return jnp.stack([critic(p, x) for p in params["critic"]])
 
     return PolicyCritic(init, features, act, evaluate)

@@ -21,13 +21,14 @@ class QNetwork(NamedTuple):
       initial_carry: ``(batch size) -> Carry``, the recurrent state at the start of an episode;
         ``()`` without a core.
       apply: ``(params, carry, observation [T, B, ...], first [T, B], extra [T, B, E] or None) ->
-        (carry, values [T, B, actions])``. Those of illegal actions are ``masks.ILLEGAL``, so they
-        are never the highest; sums or means over actions are of no use where there are masks.
+        (carry, values [T, B, actions])``; without a core, ``first`` may be None. The values of
+        illegal actions are ``masks.ILLEGAL``, so they are never the highest; sums or means over
+        actions are of no use where there are masks.
     """
 
     init: Callable[[Array], Params]
     initial_carry: Callable[[int], Carry]
-    apply: Callable[[Params, Carry, ArrayTree, Array, Array | None], tuple[Carry, Array]]
+    apply: Callable[[Params, Carry, ArrayTree, Array | None, Array | None], tuple[Carry, Array]]
 
 
 class ActionValues(nnx.Module):
@@ -51,7 +52,7 @@ class ActionValues(nnx.Module):
         self.value = linear(size, 1, 0.01, dtype=jnp.float32, rngs=rngs) if dueling else None
 
     def __call__(
-        self, carry: Carry, observation: ArrayTree, first: Array, extra: Array | None
+        self, carry: Carry, observation: ArrayTree, first: Array | None, extra: Array | None
     ) -> tuple[Carry, Array]:
         carry, x = self.branch(carry, observation, first, extra)
         q = self.advantage(x)
@@ -67,10 +68,10 @@ def make_q_network(spec: Spec, config: NetworkConfig, *, dueling: bool, extra: i
       spec: observation and action spaces.
       config: settings of the network; ``shared`` and ``initial_log_std`` have no effect.
       dueling: whether to estimate the value of the state and the actions' advantages.
-      extra: number of features that are given beside observations.
+      extra: number of features that are given besides observations.
 
     Raises:
-      ConfigError: actions are continuous, an action mask is not one, or the torso can't take the
+      ConfigError: actions are continuous, the action mask is malformed, or the torso can't take the
         observations.
     """
     if not isinstance(spec.action, Discrete):

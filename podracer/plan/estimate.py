@@ -252,8 +252,8 @@ def _largest_that_fits(
 ) -> int | None:
     """The largest divisor of a size with which a run fits; None if none does.
 
-    The replay is assumed to grow in proportion to its capacity, and all other memory in proportion
-    to the other sizes, so that divisors which can't fit are skipped without compiling.
+    The replay buffer is assumed to grow in proportion to its capacity, and all other memory in
+    proportion to the other sizes, so that divisors which can't fit are skipped without compiling.
 
     Args:
       config: config of a run that does not fit.
@@ -269,7 +269,7 @@ def _largest_that_fits(
         try:
             remaining = check(_replace(config, key, smaller))
         except ConfigError:
-            # This size doesn't divide over devices or minibatches.
+            # This size doesn't divide over devices or minibatches, or is less than replay.begin.
             continue
         if remaining is None:
             return smaller

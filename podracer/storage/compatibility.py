@@ -9,12 +9,11 @@ from podracer.errors import ConfigError
 from podracer.storage.workdir import read_config
 
 # Settings that may not change when a run is resumed: it would be another run, or the state would
-# not fit. Agents add settings of their own sections.
+# not fit. Agents add further ones, see ``agents``.
 FIXED = (
     "architecture", "env", "env_kwargs", "env_params", "observed", "agent", "seed", "num_seeds",
     "num_envs", "unroll_length", "network", "optimizer", "normalize_observations",
-    "normalize_rewards", "replay.capacity", "replay.batch",
-    "replay.priority_exponent",
+    "normalize_rewards",
 )  # fmt: skip
 
 
@@ -43,7 +42,6 @@ def check_same_run(
     fixed: Collection[str] = (),
 ) -> list[str]:
     """Checks that a config may resume a run, and returns a line for each value that changes.
-
 
     Args:
       old: the config of the run so far.

@@ -37,6 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="ROWS",
         help="length of a moving average over rows; default: 1, no averaging",
     )
+    parser.add_argument(
+        "--label",
+        action="append",
+        default=[],
+        metavar="SETTING",
+        help="a setting to name in labels, such as agent or ppo.clip, and again for more of them; "
+        "default: all that differ between the curves",
+    )
     args = parser.parse_args(argv)
     return run_command(lambda: figures.plot_runs(**vars(args)))
 

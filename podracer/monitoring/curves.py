@@ -112,14 +112,18 @@ def read_run(workdir: str | os.PathLike[str], metric: str) -> MetricHistory:
     )
 
 
-def group_runs(runs: Sequence[MetricHistory]) -> list[SeedGroup]:
+def group_runs(runs: Sequence[MetricHistory], label: Sequence[str] = ()) -> list[SeedGroup]:
     """Groups runs whose configs differ only in the seed, in the given order.
 
-    Labels contain the settings that differ between groups. A setting that a run doesn't have, such
-    as a parameter of another environment, is "default".
+    A setting that a run doesn't have, such as a parameter of another environment, is "default".
+
+    Args:
+      runs: the runs, of any number of groups.
+      label: dotted names of the settings in the labels; by default all that differ between groups.
 
     Raises:
-      ConfigError: two runs have the same config and seed, and would count as two seeds.
+      ConfigError: two runs have the same config and seed, and would count as two seeds; no run has
+        a setting of ``label``, or two groups would have the same label.
     """
     groups: dict[str, dict[int, MetricHistory]] = {}
     for run in runs:
@@ -131,14 +135,28 @@ def group_runs(runs: Sequence[MetricHistory]) -> list[SeedGroup]:
             )
         seeds[run.seed] = run
     settings = [next(iter(seeds.values())).config for seeds in groups.values()]
-    differing = [
-        key
-        for key in dict.fromkeys(key for config in settings for key in config)
-        if any(config.get(key) != settings[0].get(key) for config in settings)
-    ] or ["agent"]
+    known = list(dict.fromkeys(key for config in settings for key in config))
+    for key in label:
+        if key not in known:
+            raise ConfigError(f"--label: {unknown('setting', key, known)}")
+    named = (
+        label
+        or [
+            key
+            for key in known
+            if any(config.get(key) != settings[0].get(key) for config in settings)
+        ]
+        or ["agent"]
+    )
     labels = [
-        ", ".join(f"{key}={config.get(key, 'default')}" for key in differing) for config in settings
+        ", ".join(f"{key}={config.get(key, 'default')}" for key in named) for config in settings
     ]
+    for same in labels:
+        if labels.count(same) > 1:
+            raise ConfigError(
+                f"--label: {labels.count(same)} curves would be labelled {same!r}; name a setting "
+                "that differs between them as well"
+            )
     return [
         SeedGroup(label, list(seeds.values()))
         for label, seeds in zip(labels, groups.values(), strict=True)

@@ -226,7 +226,9 @@ def save(figure: "Figure", out: str) -> list[str]:
     return paths
 
 
-def plot_runs(runs: Sequence[str], out: str, metric: str, x: str, smooth: int) -> None:
+def plot_runs(
+    runs: Sequence[str], out: str, metric: str, x: str, smooth: int, label: Sequence[str]
+) -> None:
     """Draws runs into ``out.png`` and ``out.svg`` and prints their table.
 
     Args:
@@ -235,13 +237,14 @@ def plot_runs(runs: Sequence[str], out: str, metric: str, x: str, smooth: int) -
       metric: name of the metric.
       x: a key of ``X``: which x axes to draw.
       smooth: number of consecutive rows of a run to average; 1 averages none.
+      label: see ``curves.group_runs``.
 
     Raises:
       ConfigError: a workdir has no run or no such metric, or the figure can't be written.
     """
     if smooth < 1:
         raise ConfigError(f"--smooth must be at least 1, got {smooth}")
-    groups = group_runs([read_run(workdir, metric) for workdir in runs])
+    groups = group_runs([read_run(workdir, metric) for workdir in runs], label)
     paths = save(draw(groups, metric, X[x], smooth), out)
     console = Console(highlight=False)
     console.print(tabulate(groups, metric, smooth))

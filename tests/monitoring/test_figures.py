@@ -95,6 +95,16 @@ def test_runs_that_differ_only_in_their_seed_are_one_group(tmp_path):
     ]
 
 
+def test_labels_may_name_some_settings_only(tmp_path):
+    runs = [
+        read_run(write_run(tmp_path / agent, agent=agent, learning_rate=rate), RETURN)
+        for agent, rate in (("vtrace", 0.01), ("ppo", 0.001))
+    ]
+    assert [group.label for group in group_runs(runs, ["agent"])] == ["agent=vtrace", "agent=ppo"]
+    both = [group.label for group in group_runs(runs, ["learning_rate", "ppo.clip"])]
+    assert both == ["learning_rate=0.01, ppo.clip=0.2", "learning_rate=0.001, ppo.clip=0.2"]
+
+
 def test_labels_name_nested_settings_and_settings_that_some_runs_lack(tmp_path):
     runs = [
         write_run(tmp_path / "a"),
@@ -241,6 +251,14 @@ BAD = {
     "backwards": (
         lambda at: [write_run(at / "a", returns(1.0, 2.0)[::-1])],
         "'step' does not increase from row to row",
+    ),
+    "label": (
+        lambda at: [write_run(at / "a"), "--label=agents"],
+        "--label: unknown setting 'agents'; did you mean agent",
+    ),
+    "same label": (
+        lambda at: [write_run(at / "a"), write_run(at / "b", agent="dqn"), "--label=env"],
+        "--label: 2 curves would be labelled 'env=gymnax:CartPole-v1'; name a setting that differs",
     ),
     "smoothing": (lambda at: [write_run(at / "a"), "--smooth=0"], "must be at least 1, got 0"),
     "unwritable": (

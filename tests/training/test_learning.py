@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 
-import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -50,23 +49,22 @@ def test_memory_chain_is_not_learned_without_a_memory(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("agent", ["ppo", "vtrace"])
 def test_cartpole_is_learned_with_every_seed(agent, tmp_path):
     """With the settings at which others are measured: 4 environments x 128 steps, 500 k steps."""
-    returns = [
-        final_return(
-            tmp_path / str(seed),
-            f"--config.seed={seed}",
-            f"--config.agent={agent}",
-            "--config.num_envs=4",
-            "--config.total_steps=500_000",
-            "--config.learning_rate=2.5e-4",
-        )
-        for seed in range(8)
-    ]
+    mean = final_return(
+        tmp_path,
+        f"--config.agent={agent}",
+        "--config.num_seeds=8",
+        "--config.num_envs=4",
+        "--config.total_steps=500_000",
+        "--config.learning_rate=2.5e-4",
+    )
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    returns = [last[f"seed_{seed}/eval/episode_return"] for seed in range(8)]
     print(agent, returns)
-    assert np.mean(returns) > 470
+    assert mean > 470
     assert min(returns) > 400
 
 
@@ -103,7 +101,7 @@ def test_half_cheetah_rises_well_above_random(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_ten_minutes_of_sebulba_hold_their_memory(tmp_path):
+def test_five_minutes_of_sebulba_hold_their_memory(tmp_path):
     run = subprocess.Popen(
         [
             sys.executable,
@@ -121,7 +119,7 @@ def test_ten_minutes_of_sebulba_hold_their_memory(tmp_path):
     try:
         used = []
         for _ in range(60):
-            time.sleep(10)
+            time.sleep(5)
             assert run.poll() is None
             pages = pathlib.Path(f"/proc/{run.pid}/statm").read_text().split()[1]
             used.append(int(pages) * os.sysconf("SC_PAGE_SIZE") / 2**20)

@@ -37,7 +37,7 @@ def seconds(function: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def make_state(gigabytes: float, devices: int) -> Any:
-    """A state with a replay of noise, which can't be compressed, spread over devices."""
+    """A state with a replay buffer of noise, which can't be compressed, spread over devices."""
     mesh = mesh_lib.make_mesh(jax.devices()[:devices])
     sharded = jax.sharding.NamedSharding(mesh, mesh_lib.SHARDED)
     replicated = jax.sharding.NamedSharding(mesh, mesh_lib.REPLICATED)

@@ -5,7 +5,7 @@
 
 Prints a JSON line for each of single transitions and sequences, drawn evenly and by priority:
 microseconds to add an unroll, to sample a batch, and to set the priorities of its items. As in
-training, many calls are part of one compiled program and a replay is changed in its own memory.
+training, many calls are part of one compiled program and a buffer is changed in its own memory.
 Rounds alternate between the two libraries.
 """
 
@@ -134,7 +134,7 @@ def make_timers(library: Library, items: int, stride: int) -> dict[str, Callable
     """Functions that run each operation ``CALLS`` times on a full replay and return the seconds."""
 
     def repeat(function: Callable[[Any, Any], Any]) -> Any:
-        """A program that changes a replay once for each of a list of arguments."""
+        """A program that changes a replay buffer once for each of a list of arguments."""
 
         def step(state: Any, x: Any) -> tuple[Any, tuple[()]]:
             return function(state, x), ()

@@ -67,7 +67,7 @@ class Config(AgentSections):
       normalize_rewards: divide rewards by the running standard deviation of discounted returns.
       optimizer, learning_rate, anneal, warmup, batch_rule, reference_batch, epsilon,
         max_grad_norm: see ``learning.optimizer.OptimizerConfig``.
-      num_epochs, num_minibatches: see ``learning.rollout.RolloutConfig``; agents with a replay
+      num_epochs, num_minibatches: see ``learning.rollout.RolloutConfig``; agents with replay
         ignore them.
       cpu_devices: number of devices that a CPU is split into; 0 chooses (see
         ``auto_cpu_devices``). GPUs and TPUs ignore it.

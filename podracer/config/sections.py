@@ -57,8 +57,8 @@ class CheckpointConfig:
       minutes: minutes between two checkpoints; 0 saves by the number of updates alone.
       keep: how many of the newest checkpoints are kept. The one with the best evaluation is kept
         as well.
-      replay: save the contents of a replay as well, in each checkpoint; if false, a resumed run
-        starts with an empty one.
+      replay: save the contents of the replay buffer, too, in each checkpoint; if false, a resumed
+        run starts with an empty one.
     """
 
     every: int = 0

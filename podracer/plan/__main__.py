@@ -48,14 +48,14 @@ FLAGS: dict[str, command_line.Flag] = {
     "envs_per_core": (
         flags.DEFINE_integer,
         0,
-        "Environments per learner core, instead of the config's num_envs; a replay grows as well",
+        "Environments per learner core, instead of the config's num_envs; a replay buffer grows, too",
     ),
     "json": (flags.DEFINE_bool, False, "Print JSON instead of tables"),
 }
 
 
 def scale(config: Config, num_envs: int) -> Config:
-    """The config with another number of environments, and a replay in proportion to it."""
+    """The config with another number of environments, and a replay buffer in proportion to it."""
     factor = num_envs / config.num_envs
     sizes = {
         key: max(1, round(getattr(config.replay, key) * factor))

@@ -45,7 +45,7 @@ class Checkpoints:
           keep: number of newest checkpoints to keep, in addition to the best one.
           log: called with a line of text if something goes wrong without ending the run.
           processes: the processes of the run, which save and restore together.
-          replay: whether the contents of a replay are saved.
+          replay: whether the contents of a replay buffer are saved.
         """
         self._workdir, self._keep, self._log = workdir, keep, log
         self._processes, self._replay = processes, replay
@@ -60,7 +60,7 @@ class Checkpoints:
 
         Args:
           state: the initial state of the run. It is freed if there is a checkpoint. Of a checkpoint
-            without the contents of a replay, the replay is empty.
+            without the contents of a replay buffer, the buffer is empty.
 
         Returns:
           State and progress; ``state`` and no progress where there is no checkpoint.

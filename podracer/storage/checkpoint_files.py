@@ -1,7 +1,7 @@
 """Checkpoints as files: what a folder ``checkpoints/UPDATE`` of a workdir holds.
 
-The folder has one item for the weights, one for the contents of a replay if these are saved, one
-for the rest of the state, one for the run's progress and one for the score of its evaluation. Orbax
+The folder has one item for the weights, one for the contents of a replay buffer if these are saved,
+one for the rest of the state, one for the run's progress and one for the score of its evaluation. Orbax
 writes it under another name and renames it once it is complete; in a bucket, Orbax instead adds a
 file when it is complete.
 """
@@ -47,7 +47,7 @@ class Progress(NamedTuple):
       seconds: how many of these seconds were spent on each activity, by name.
       best: the highest mean return of an evaluation whose weights are saved; None if there is none.
       pending: the last update's row of metrics, if the run stopped before its evaluation was done.
-      replay: whether the contents of a replay are saved, where there is one.
+      replay: whether the contents of a replay buffer are saved, where there is one.
     """
 
     update: int = 0
@@ -134,7 +134,7 @@ def replay_arrays(named: Mapping[str, T]) -> dict[str, T]:
 def empty_replay(
     shapes: Mapping[str, jax.ShapeDtypeStruct], saved: Mapping[str, Array]
 ) -> dict[str, Array]:
-    """The arrays of a replay that a checkpoint does not hold: zeros, as of a new run."""
+    """The arrays of a replay buffer that a checkpoint does not hold: zeros, as of a new run."""
     return {
         name: jax.jit(partial(jnp.zeros, x.shape, x.dtype), out_shardings=x.sharding)()
         for name, x in replay_arrays(shapes).items()
@@ -143,7 +143,7 @@ def empty_replay(
 
 
 def has_replay(folder: epath.Path, step: int) -> bool:
-    """Whether a checkpoint holds the contents of a replay."""
+    """Whether a checkpoint holds the contents of a replay buffer."""
     return bucket.exists(folder / str(step) / REPLAY)
 
 
@@ -194,8 +194,8 @@ def verify(arrays: Mapping[str, Array], progress: Mapping[str, Any]) -> Progress
 
 
 def _checksum(arrays: Mapping[str, Array]) -> int:
-    """The checksum of all arrays. Those of a replay are too large to be summed in the order that
-    checkpoints have always had, so it is that of their digests."""
+    """The checksum of all arrays. Those of a replay buffer are too large to be summed in the order
+    that checkpoints have always had, so it is that of their digests."""
     return int(jax.device_get(checksum({**arrays, **digests(replay_arrays(arrays))})))
 
 
@@ -236,7 +236,7 @@ def write(
       state: the state to save; it may be donated as soon as this returns.
       progress: how far the run has come.
       score: the mean return of the evaluation of this state, if there was one.
-      replay: whether the contents of a replay are saved.
+      replay: whether the contents of a replay buffer are saved.
     """
     arrays = named_arrays(state)
     left_out = {} if replay else replay_arrays(arrays)

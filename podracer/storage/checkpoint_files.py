@@ -1,10 +1,9 @@
 """Checkpoints as files: what a folder ``checkpoints/UPDATE`` of a workdir holds.
 
 The folder has one item for the weights, one for the contents of a replay buffer if these are saved,
-one for the rest of the state, one for the run's progress and one for the score of its evaluation. Orbax
-writes it under another name and renames it once it is complete; in a bucket, Orbax instead adds a
-file when it is complete.
-"""
+one for the rest of the state, one for the run's progress and one for the score of its evaluation.
+Orbax writes it under another name and renames it once it is complete; in a bucket, Orbax instead
+adds a file when it is complete."""
 
 import json
 import math

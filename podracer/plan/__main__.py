@@ -48,7 +48,7 @@ FLAGS: dict[str, command_line.Flag] = {
     "envs_per_core": (
         flags.DEFINE_integer,
         0,
-        "Environments per learner core, instead of the config's num_envs; also scales a replay buffer",
+        "Environments per learner core, instead of the config's num_envs; scales a replay buffer",
     ),
     "json": (flags.DEFINE_bool, False, "Print JSON instead of tables"),
 }

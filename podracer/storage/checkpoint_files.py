@@ -3,7 +3,8 @@
 The folder has one item for the weights, one for the contents of a replay buffer if these are saved,
 one for the rest of the state, one for the run's progress and one for the score of its evaluation.
 Orbax writes it under another name and renames it once it is complete; in a bucket, Orbax instead
-adds a file when it is complete."""
+adds a file when it is complete.
+"""
 
 import json
 import math

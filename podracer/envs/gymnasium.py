@@ -9,12 +9,12 @@ import multiprocessing
 import os
 import signal
 import warnings
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from PIL import Image
 
 from podracer.envs import spaces
 from podracer.errors import ConfigError, unknown
@@ -22,18 +22,59 @@ from podracer.types import ArrayTree, HostEnvironment, HostStep, TimeStep
 
 # The axis of an image's channels, as env_params.channels specifies it.
 CHANNELS = ("first", "last")
+PARAMS = ("channels", "frames", "pixels")
+
+# Makes one environment.
+Maker = Callable[[], Any]
+
+
+class Pixels(NamedTuple):
+    """Observations that are drawn, instead of the environment's own.
+
+    Attributes:
+      size: height and width.
+      frames: how many of the last images are stacked.
+    """
+
+    size: int
+    frames: int
 
 
 def _import() -> ModuleType:
     return importlib.import_module("gymnasium")
 
 
-def _in_processes(name: str, options: Mapping[str, Any], count: int) -> Any:
+def _maker(name: str, options: Mapping[str, Any], pixels: Pixels | None) -> Maker:
+    """A function that makes the environment, with stacked gray images ``[frames, size, size]`` of
+    it as observations if ``pixels`` says so."""
+    gymnasium = _import()
+
+    # Nested functions are pickled by value, so that the processes import neither podracer nor JAX.
+    def shrink(image: np.ndarray) -> np.ndarray:
+        small = Image.fromarray(image).convert("L").resize([size, size], Image.Resampling.BOX)
+        return np.asarray(small)
+
+    def make_one() -> Any:
+        if frames == 0:
+            return gymnasium.make(name, **options)
+        # Without a screen and a sound card, pygame would print warnings.
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+        os.environ.setdefault("SDL_AUDIODRIVER", "dummy")
+        env = gymnasium.make(name, **{**options, "render_mode": "rgb_array"})
+        drawn = gymnasium.wrappers.AddRenderObservation(env)
+        space = gymnasium.spaces.Box(0, 255, (size, size), np.uint8)
+        small = gymnasium.wrappers.TransformObservation(drawn, shrink, space)
+        return gymnasium.wrappers.FrameStackObservation(small, frames)
+
+    size, frames = pixels or (0, 0)
+    return make_one
+
+
+def _in_processes(make: Maker, count: int) -> Any:
     """``count`` environments, each in a process of its own."""
     gymnasium = _import()
     parent = os.getpid()
 
-    # A nested function is pickled by value, so that the processes import neither podracer nor JAX.
     def make_one() -> Any:
         # A terminal's Ctrl-C and a batch system's SIGTERM reach all processes; the parent handles
         # them, and saves the run first. (Gymnasium makes one environment in the parent as well, to
@@ -41,7 +82,7 @@ def _in_processes(name: str, options: Mapping[str, Any], count: int) -> Any:
         if os.getpid() != parent:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        return gymnasium.make(name, **options)
+        return make()
 
     # Pools that hang are closed in the middle of a step, about which Gymnasium warns.
     warnings.filterwarnings("ignore", ".*Calling `close` while waiting", module="gymnasium")
@@ -55,12 +96,11 @@ def _in_processes(name: str, options: Mapping[str, Any], count: int) -> Any:
     )
 
 
-def _in_this_process(name: str, options: Mapping[str, Any]) -> Any:
+def _in_this_process(make: Maker) -> Any:
     """One environment without a process of its own, to be drawn."""
     gymnasium = _import()
     return gymnasium.vector.SyncVectorEnv(
-        [partial(gymnasium.make, name, **options)],
-        autoreset_mode=gymnasium.vector.AutoresetMode.NEXT_STEP,
+        [make], autoreset_mode=gymnasium.vector.AutoresetMode.NEXT_STEP
     )
 
 
@@ -136,6 +176,53 @@ def _channels_first(name: str, space: Any, params: Mapping[str, Any]) -> bool:
     return channels == "first"
 
 
+def _pixels(name: str, params: Mapping[str, Any]) -> Pixels | None:
+    """What env_params.pixels and env_params.frames ask for.
+
+    Raises:
+      ConfigError: they are impossible.
+    """
+    size, frames = params.get("pixels"), params.get("frames")
+    if size is None:
+        if frames is not None:
+            raise ConfigError(
+                f"env_params.frames={frames!r} stacks drawn images; set env_params.pixels to their "
+                f"size as well, so that gymnasium:{name} is observed as images"
+            )
+        return None
+    frames = 3 if frames is None else frames
+    for key, value, least in (("pixels", size, 8), ("frames", frames, 1)):
+        if not isinstance(value, int) or value < least:
+            raise ConfigError(f"env_params.{key} must be an integer from {least}, got {value!r}")
+    if "channels" in params:
+        raise ConfigError(
+            "env_params.channels is for an environment's own images; those of env_params.pixels "
+            "are gray"
+        )
+    return Pixels(size, frames)
+
+
+def _make_one(name: str, kwargs: Mapping[str, Any], pixels: Pixels | None) -> Any:
+    """An environment, to read its spaces.
+
+    Raises:
+      ConfigError: it can't be made, or can't be drawn if ``pixels`` needs that.
+    """
+    gymnasium = _import()
+    try:
+        one = _maker(name, kwargs, pixels)()
+        if pixels:
+            one.reset()
+        return one
+    except (gymnasium.error.NameNotFound, gymnasium.error.VersionNotFound) as error:
+        raise unknown("gymnasium environment", name, gymnasium.registry) from error
+    except (gymnasium.error.Error, ImportError, TypeError) as error:
+        drawn = f" and drawn for env_params.pixels={pixels.size}" if pixels else ""
+        raise ConfigError(
+            f"gymnasium:{name} can't be made with env_kwargs={dict(kwargs)}{drawn}: {error}"
+        ) from error
+
+
 def make(
     name: str, kwargs: Mapping[str, Any], params: Mapping[str, Any], *, newest_frame: bool = False
 ) -> HostEnvironment:
@@ -145,40 +232,38 @@ def make(
       name: Gymnasium's id, such as "LunarLander-v3"; "module:Id" if a module registers it.
       kwargs: keyword arguments of its constructor.
       params: ``channels``, the axis of the channels in images: "first" or "last". Without it they
-        are the last axis, Gymnasium's convention, unless the shape contradicts that.
+        are the last axis, Gymnasium's convention, unless the shape contradicts that. ``pixels``
+        observes gray images that the environment draws, instead of its own observations, with this
+        height and width; ``frames`` of them (by default 3) are stacked, so that speeds can be seen.
       newest_frame: not supported here.
 
     Raises:
       ConfigError: no such environment or argument, a package that it needs is not installed, a
-        space that agents can't act in or observe, or images whose channels could be either axis.
+        space that agents can't act in or observe, images whose channels could be either axis, or
+        ``pixels`` of an environment that can't be drawn.
     """
-    gymnasium = _import()
     if newest_frame:
         raise ConfigError(f"gymnasium:{name} has no stacked frames for sebulba.newest_frame")
-    for key in params.keys() - {"channels"}:
-        raise unknown(f"parameter of gymnasium:{name} in env_params", key, ("channels",))
-    try:
-        one = gymnasium.make(name, **kwargs)
-    except (gymnasium.error.NameNotFound, gymnasium.error.VersionNotFound) as error:
-        raise unknown("gymnasium environment", name, gymnasium.registry) from error
-    except (gymnasium.error.Error, ImportError, TypeError) as error:
-        raise ConfigError(
-            f"gymnasium:{name} can't be made with env_kwargs={dict(kwargs)}: {error}"
-        ) from error
+    for key in params.keys() - set(PARAMS):
+        raise unknown(f"parameter of gymnasium:{name} in env_params", key, PARAMS)
+    pixels = _pixels(name, params)
+    one = _make_one(name, kwargs, pixels)
     observation, action = one.observation_space, one.action_space
     modes = one.metadata.get("render_modes", ())
     one.close()
 
     def pool(seeds: Sequence[int], threads: int) -> VectorPool:
         del threads
-        return VectorPool(name, _in_processes(name, kwargs, len(seeds)), seeds)
+        return VectorPool(name, _in_processes(_maker(name, kwargs, pixels), len(seeds)), seeds)
 
     def drawn(seed: int) -> VectorPool:
         options = {**kwargs, "render_mode": "rgb_array"}
-        return VectorPool(name, _in_this_process(name, options), [seed])
+        return VectorPool(name, _in_this_process(_maker(name, options, pixels)), [seed])
 
-    channels_first = _channels_first(name, observation, params)
+    channels_first = pixels is not None or _channels_first(name, observation, params)
     env = spaces.host_environment(
         f"gymnasium:{name}", observation, action, pool, channels_first=channels_first
     )
+    if pixels:
+        env = env._replace(spec=env.spec._replace(frames=pixels.frames))
     return env._replace(make_renderable=drawn) if "rgb_array" in modes else env

@@ -50,10 +50,6 @@ def _maker(name: str, options: Mapping[str, Any], pixels: Pixels | None) -> Make
     gymnasium = _import()
 
     # Nested functions are pickled by value, so that the processes import neither podracer nor JAX.
-    def shrink(image: np.ndarray) -> np.ndarray:
-        small = Image.fromarray(image).convert("L").resize([size, size], Image.Resampling.BOX)
-        return np.asarray(small)
-
     def make_one() -> Any:
         if frames == 0:
             return gymnasium.make(name, **options)
@@ -61,10 +57,17 @@ def _maker(name: str, options: Mapping[str, Any], pixels: Pixels | None) -> Make
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
         os.environ.setdefault("SDL_AUDIODRIVER", "dummy")
         env = gymnasium.make(name, **{**options, "render_mode": "rgb_array"})
-        drawn = gymnasium.wrappers.AddRenderObservation(env)
+
+        def draw(observation: Any) -> np.ndarray:
+            del observation
+            image = Image.fromarray(env.render()).convert("L")
+            return np.asarray(image.resize([size, size], Image.Resampling.BOX))
+
+        # Nothing is drawn before the first reset, unlike with Gymnasium's AddRenderObservation:
+        # pygame would be started in threads of the trainer, which read the spaces.
         space = gymnasium.spaces.Box(0, 255, (size, size), np.uint8)
-        small = gymnasium.wrappers.TransformObservation(drawn, shrink, space)
-        return gymnasium.wrappers.FrameStackObservation(small, frames)
+        drawn = gymnasium.wrappers.TransformObservation(env, draw, space)
+        return gymnasium.wrappers.FrameStackObservation(drawn, frames)
 
     size, frames = pixels or (0, 0)
     return make_one
@@ -210,16 +213,24 @@ def _make_one(name: str, kwargs: Mapping[str, Any], pixels: Pixels | None) -> An
     """
     gymnasium = _import()
     try:
+        one = _maker(name, kwargs, None)()
+        if pixels is None:
+            return one
+        modes = one.metadata.get("render_modes", ())
+        if "rgb_array" not in modes:
+            raise ConfigError(
+                f"env_params.pixels={pixels.size} needs images of gymnasium:{name}, but its render "
+                f"modes {list(modes)} lack 'rgb_array'"
+            )
+        one.close()
         one = _maker(name, kwargs, pixels)()
-        if pixels:
-            one.reset()
+        one.reset()
         return one
     except (gymnasium.error.NameNotFound, gymnasium.error.VersionNotFound) as error:
         raise unknown("gymnasium environment", name, gymnasium.registry) from error
     except (gymnasium.error.Error, ImportError, TypeError) as error:
-        drawn = f" and drawn for env_params.pixels={pixels.size}" if pixels else ""
         raise ConfigError(
-            f"gymnasium:{name} can't be made with env_kwargs={dict(kwargs)}{drawn}: {error}"
+            f"gymnasium:{name} can't be made with env_kwargs={dict(kwargs)}: {error}"
         ) from error
 
 

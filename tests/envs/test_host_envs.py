@@ -309,6 +309,46 @@ def test_an_ambiguous_axis_of_channels_is_rejected(photos):
         envs.make_host_environment("gymnasium:CartPole-v1", {}, {"channels": "last"})
 
 
+def test_an_environment_may_be_observed_as_stacked_gray_images():
+    params = {"pixels": 16, "frames": 2}
+    env = envs.make_host_environment("gymnasium:Pendulum-v1", {"max_episode_steps": 3}, params)
+    assert (env.spec.observation.shape, env.spec.frames) == ((16, 16, 2), 2)
+    timestep = play(env, 5, seeds=(1, 2)).timestep
+    before = np.empty(())
+    assert timestep.first[:, 0].tolist() == [True, False, False, False, True, False]
+    for now, observation in enumerate(timestep.observation):
+        seen = np.asarray(env.decode_observation(observation, ()))
+        # White with a dark rod, which differs between environments.
+        assert seen.max() == 255
+        assert seen.min() < 200
+        assert (seen[0] != seen[1]).any()
+        if timestep.first[now, 0]:
+            np.testing.assert_array_equal(seen[..., 0], seen[..., 1])
+        else:
+            np.testing.assert_array_equal(seen[..., 0], before[..., 1])
+            assert (seen[..., 0] != seen[..., 1]).any()
+        before = seen
+
+
+@pytest.mark.parametrize(
+    ("env_id", "params", "message"),
+    [
+        ("Pendulum-v1", {"pixels": 4}, r"env_params\.pixels must be an integer from 8, got 4"),
+        ("Pendulum-v1", {"pixels": 64, "frames": 0}, r"frames must be an integer from 1, got 0"),
+        ("Pendulum-v1", {"frames": 3}, r"env_params\.frames=3 .* set env_params\.pixels"),
+        ("Pendulum-v1", {"pixels": 64, "channels": "last"}, "those of env_params.pixels are gray"),
+        (
+            "tests.envs.dictionaries:Dictionary-v0",
+            {"pixels": 64},
+            r"pixels=64 needs images .* render modes \[\] lack",
+        ),
+    ],
+)
+def test_impossible_pixels_are_rejected(env_id, params, message):
+    with pytest.raises(ConfigError, match=message):
+        envs.make_host_environment(f"gymnasium:{env_id}", {}, params)
+
+
 @pytest.mark.parametrize(
     ("env_id", "kwargs", "shape"),
     [

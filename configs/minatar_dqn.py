@@ -1,9 +1,12 @@
-"""MinAtar by DQN with an MLP; ``--config.env`` chooses the game.
+"""MinAtar by DQN with MinAtar's convolutional network; ``--config.env`` chooses the game.
 
     python -m podracer.anakin --config=configs/minatar_dqn.py
 
-Result: a final, greedy evaluation of 20.1 on Breakout with seed 0. Hardware: 2 cores of an AMD
-EPYC, shared with other programs, 9 minutes.
+    python -m podracer.anakin --config=configs/minatar_dqn.py --config.env=gymnax:Asterix-MinAtar
+
+Result: final, greedy evaluations with seed 0 of 24.0 on Breakout, 29.6 on Asterix, 61.1 on Freeway
+and 155 on SpaceInvaders. Hardware: one core of an AMD EPYC, shared with other programs, 195 to 372
+seconds each.
 """
 
 import ml_collections
@@ -20,6 +23,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.unroll_length = 4
     config.learning_rate = 5e-4
     config.max_grad_norm = 10.0
+    config.network.torso = "minatar"
     config.network.hidden = (128, 128)
     config.network.activation = "relu"
     config.replay.capacity = 200_000

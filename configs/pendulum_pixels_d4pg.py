@@ -35,5 +35,5 @@ def get_config() -> ml_collections.ConfigDict:
     config.d4pg.policy_hidden = (64, 64)
     config.d4pg.critic_hidden = (64, 64)
     config.evaluation.episodes = 16
-    config.evaluation.every = 250
+    config.evaluation.every = 625
     return config

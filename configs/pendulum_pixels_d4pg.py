@@ -3,8 +3,9 @@
     pip install -e '.[sebulba,render]'
     python -m podracer.sebulba --config=configs/pendulum_pixels_d4pg.py
 
-Result: unknown.
-Hardware: unknown.
+Result: a final, greedy evaluation of -152 over 16 episodes with seed 0; from its three numbers, an
+agent gets -146 (configs/pendulum_d4pg.py). Hardware: a part of one core of an AMD EPYC that other
+programs used as well, 13 minutes. Gymnasium needs 5 ms to draw one image.
 """
 
 import ml_collections

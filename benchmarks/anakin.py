@@ -153,6 +153,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--unroll_length", type=int, help="steps per unroll")
     parser.add_argument("--cpu_devices", type=int, help="number of CPU devices")
     parser.add_argument("--updates_per_call", type=int, default=16, help="default: 16")
+    parser.add_argument(
+        "--gradient_steps",
+        type=int,
+        help="gradient steps after each unroll, of agents with a replay buffer",
+    )
     parser.add_argument("--calls", type=int, default=7, help="timed rounds; default: 7")
     parser.add_argument("--seconds", type=float, default=1.0, help="time of a round; default: 1")
     args = parser.parse_args(argv)
@@ -167,6 +172,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = read_config(args.config)
     override(config, args, "env", "num_envs", "unroll_length", "cpu_devices", "agent")
     config.updates_per_call = args.updates_per_call
+    # Learning begins at once, so that all rounds measure it.
+    config.replay.begin = 1
+    if args.gradient_steps is not None:
+        config.replay.gradient_steps = args.gradient_steps
     print(json.dumps(measure(config_lib.parse(config), args.calls, args.seconds)))
 
 

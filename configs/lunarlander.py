@@ -22,5 +22,5 @@ def get_config() -> ml_collections.ConfigDict:
     config.ppo.gae_lambda = 0.98
     config.learning_rate = 3e-4
     config.normalize_rewards = True
-    config.num_minibatches = 24
+    config.num_minibatches = 16
     return config

@@ -41,7 +41,9 @@ class Config(AgentSections):
       env_kwargs: keyword arguments of the environment's constructor.
       env_params: values for fields of a gymnax environment's parameters; other fields keep their
         defaults. Of a Gymnasium environment that observes images, "channels" is the place of their
-        channels, "first" or "last"; without it they are last.
+        channels, "first" or "last"; without it they are last. "pixels" observes any Gymnasium
+        environment that can draw itself as gray images of this height and width, of which "frames"
+        (3 by default) are stacked.
       observed: of observations with one axis, the components that agents see, such as (0, 2) for
         CartPole without its velocities; () is all.
       agent: the algorithm: "ppo", "vtrace", "dqn", "r2d2" or "d4pg". Each has a section of that

@@ -97,7 +97,10 @@ def make(envs: int, capacity: int, length: int, stride: int = 1, frames: int = 1
 
 @pytest.mark.parametrize(
     ("length", "stride", "frames"),
-    [(1, 1, 1), (3, 1, 1), (6, 1, FRAMES), (8, T, 1), (8, T, FRAMES), (6, T, FRAMES), (10, T, 1)],
+    [
+        pytest.param(1, 1, 1, marks=pytest.mark.slow),
+        *((3, 1, 1), (6, 1, FRAMES), (8, T, 1), (8, T, FRAMES), (6, T, FRAMES), (10, T, 1)),
+    ],
 )
 def test_items_are_those_of_a_list_of_all_steps(length, stride, frames):
     envs, slots = 2, 5 * T

@@ -33,11 +33,10 @@ def name_of(value) -> str:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"normalize_observations": True, **R2D2},
+        # Observations are dictionaries.
+        {"env": "dummy:masked", "normalize_observations": True, **R2D2},
         pytest.param({"normalize_observations": True, **REPLAY}, marks=pytest.mark.slow),
         pytest.param(D4PG, marks=pytest.mark.slow),
-        # Observations are dictionaries.
-        {"env": "dummy:masked", "normalize_observations": True},
         pytest.param({"normalize_observations": True}, marks=pytest.mark.slow),
         pytest.param(
             {"agent": "vtrace", "network__core": "gru", "normalize_observations": True},

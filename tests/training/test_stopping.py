@@ -126,15 +126,16 @@ def test_twenty_kills_change_nothing(agent, tmp_path):
     kills = 0
     while kills < 20:
         with start(tmp_path / "run", *changes) as run:
-            # Anywhere: in the imports, the compilation, between two saves, in one.
-            seconds = rng.uniform(0.5, 8) if kills % 2 else None
-            if seconds is None:
-                before = len(rows_of(tmp_path / "run"))
+            # At a new row, between two saves or in one; and by turns anywhere in the time that a
+            # run takes to its first new row: in the imports, the compilation, the restore.
+            if kills % 2 == 0:
+                before, started = len(rows_of(tmp_path / "run")), time.monotonic()
                 while run.poll() is None and len(rows_of(tmp_path / "run")) <= before:
                     time.sleep(0.01)
+                to_a_row = time.monotonic() - started
                 time.sleep(rng.uniform(0, 0.05))
             else:
-                time.sleep(seconds)
+                time.sleep(rng.uniform(0, 1.1 * to_a_row))
             if run.poll() is None:
                 run.kill()
                 kills += 1

@@ -30,7 +30,5 @@ def get_config() -> ml_collections.ConfigDict:
     config.replay.gradient_steps = 16
     config.r2d2.burn_in = 8
     config.r2d2.trace = 16
-    config.r2d2.n_step = 3
     config.r2d2.target_period = 200
-    config.r2d2.epsilon_alpha = 2.0
     return config

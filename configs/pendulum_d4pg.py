@@ -2,9 +2,8 @@
 
     python -m podracer.anakin --config=configs/pendulum_d4pg.py
 
-Result: a final evaluation of -145.9 with seed 0 and of -147.2 with seed 5, over 1,024 episodes.
-Hardware: 2 cores of an AMD EPYC, shared with other work, 62 seconds of which 31 to compile; 20 with
-the compiled program of an earlier run.
+Result: final evaluations over 1,024 episodes between -154 and -144 with each of the seeds 0 to 15,
+-147.7 on average. Hardware: one core of an AMD EPYC, 22 seconds of which 7 to compile.
 """
 
 import ml_collections
@@ -19,18 +18,19 @@ def get_config() -> ml_collections.ConfigDict:
     config.total_steps = 20_000
     config.num_envs = 4
     config.unroll_length = 1
-    config.learning_rate = 2e-3
+    # With 0.99, 2 of 16 seeds do not learn the whole swing (docs/d4pg.md).
+    config.discount = 0.97
+    config.learning_rate = 1e-3
     config.anneal = False
     config.max_grad_norm = 0.0
     config.network.activation = "elu"
     config.replay.capacity = 20_000
     config.replay.begin = 500
     config.replay.batch = 128
-    config.replay.gradient_steps = 2
-    config.d4pg.v_min = -1000.0
+    config.replay.gradient_steps = 4
+    config.d4pg.v_min = -400.0
     config.d4pg.v_max = 0.0
-    # At the critic's rate, one of two seeds stays at -800 (docs/d4pg.md).
-    config.d4pg.policy_rate = 0.25
+    config.d4pg.policy_rate = 0.5
     config.d4pg.policy_hidden = (64, 64)
     config.d4pg.critic_hidden = (64, 64)
     config.evaluation.episodes = 1024

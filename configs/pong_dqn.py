@@ -37,7 +37,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.replay.capacity = 200_000
     config.replay.begin = 20_000
     config.replay.batch = 32
-    config.replay.gradient_steps = 8
+    config.replay.gradient_steps = 16
     config.replay.priority_exponent = 0.6
     config.dqn.dueling = True
     config.dqn.target_period = 500

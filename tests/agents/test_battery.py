@@ -196,10 +196,7 @@ DISCRETE = [agent for agent, row in ROWS.items() if False in row.continuous]
     ("probe", "torso", "agent"),
     [
         *(("masked", "mlp", agent) for agent in DISCRETE),
-        *(
-            pytest.param("parts", "minatar", agent, marks=SLOW if agent != "ppo" else ())
-            for agent in DISCRETE
-        ),
+        *(pytest.param("parts", "minatar", agent, marks=SLOW) for agent in DISCRETE),
     ],
 )
 def test_dictionaries_and_masks_are_understood(probe, torso, agent):

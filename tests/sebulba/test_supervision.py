@@ -262,6 +262,7 @@ def running(pid: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_hang_ends_the_process_and_those_of_its_environments(tmp_path):
     pids = tmp_path / "pids"
     pids.mkdir()

@@ -260,6 +260,7 @@ def test_a_missing_package_is_named_before_anything_starts(package, monkeypatch)
             anakin.train(make_config(), quiet=True, **options)
 
 
+@pytest.mark.slow
 def test_a_run_in_a_bucket_equals_one_in_a_folder(store, run, tmp_path, monkeypatch, capsys):
     # Other tests compile these programs as well.
     config = resumable(evaluation__every=0, checkpoint__every=0)

@@ -4,8 +4,9 @@
 
 The protocol is that of ``configs/pong.py``.
 
-Result: a final, greedy evaluation of 21.0 (the maximum) with seed 0; 20.0 after 512,000 steps.
-Hardware: one core of an Intel Xeon, 27 minutes.
+Result: a final, greedy evaluation over 16 games of 18.3 ± 3.5 with seed 0 (10.3 after 600,000
+steps), and of 19.2 with seed 1 after 600,000. 21 is the maximum. Hardware: one core of an AMD EPYC,
+30 minutes.
 """
 
 import ml_collections
@@ -26,7 +27,7 @@ def get_config() -> ml_collections.ConfigDict:
         "max_episode_steps": 27_000,
     }
     config.agent = "dqn"
-    config.total_steps = 600_000
+    config.total_steps = 750_000
     config.num_envs = 32
     config.unroll_length = 4
     config.learning_rate = 2.5e-4

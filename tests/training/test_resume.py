@@ -37,6 +37,9 @@ def name_of(value) -> str:
         {"env": "dummy:masked", "normalize_observations": True, **R2D2},
         pytest.param({"normalize_observations": True, **REPLAY}, marks=pytest.mark.slow),
         pytest.param(D4PG, marks=pytest.mark.slow),
+        pytest.param(
+            {"env": "dummy:masked", "normalize_observations": True}, marks=pytest.mark.slow
+        ),
         pytest.param({"normalize_observations": True}, marks=pytest.mark.slow),
         pytest.param(
             {"agent": "vtrace", "network__core": "gru", "normalize_observations": True},

@@ -245,8 +245,8 @@ class LossAux(NamedTuple):
 
     Attributes:
       metrics: scalars by name; averaged over devices and gradient steps.
-      priorities: ``[items]``, the new priorities of the batch's items, or ``()`` for agents that do
-        have none.
+      priorities: ``[items]``, the new priorities of the batch's items, or ``()`` for agents without
+        them.
       stop: ``[]`` float32; if its mean over devices is positive, this gradient step and the
         remaining ones of the update are skipped. ``()`` for losses that never skip.
     """

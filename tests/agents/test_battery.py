@@ -195,7 +195,10 @@ DISCRETE = [agent for agent, row in ROWS.items() if False in row.continuous]
 @pytest.mark.parametrize(
     ("probe", "torso", "agent"),
     [
-        *(("masked", "mlp", agent) for agent in DISCRETE),
+        *(
+            pytest.param("masked", "mlp", agent, marks=[SLOW] * (agent not in ("ppo", "dqn")))
+            for agent in DISCRETE
+        ),
         *(pytest.param("parts", "minatar", agent, marks=SLOW) for agent in DISCRETE),
     ],
 )

@@ -128,7 +128,7 @@ def paper_priority(error, valid):
     return 0.9 * size.max(0) + 0.1 * size.sum(0) / valid.sum(0)
 
 
-@pytest.mark.parametrize("rescaled", [True, False])
+@pytest.mark.parametrize("rescaled", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_loss_and_the_priorities_are_those_of_the_paper(rescaled):
     case = Case(rescale=rescaled)
     scale = h if rescaled else lambda x: x

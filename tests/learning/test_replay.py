@@ -208,6 +208,7 @@ def test_a_weight_of_zero_is_never_chosen():
         assert (np.take_along_axis(np.asarray(weights), np.asarray(chosen)[:, None], 1) > 0).all()
 
 
+@pytest.mark.slow
 def test_sums_are_exact_after_a_million_updates():
     envs, items = 4, 1000
     priorities, _, _ = ranked(envs, items)

@@ -79,14 +79,14 @@ class TrainState(struct.PyTreeNode):
 
     Attributes:
       weights: the current weights.
-      target: an older or averaged copy of the parameters; ``()`` for agents without one.
+      target: see ``Target``; ``()`` for agents without one.
       opt_state: the optimizer's state.
       step: ``[]`` int32, the number of *updates* done. Environment steps are counted on the host,
         as Python integers: a pod takes 2^31 of them within minutes, but never 2^31 updates.
     """
 
     weights: Weights
-    target: Params
+    target: ArrayTree
     opt_state: ArrayTree
     step: Array
 
@@ -311,6 +311,21 @@ class Source(NamedTuple):
     capacity: int = 0
 
 
+class Target(NamedTuple):
+    """What a loss reads besides the parameters, and what follows them: a target network, or the
+    coefficient of a penalty that adapts.
+
+    Attributes:
+      init: ``(params) -> target``.
+      update: ``(target, params, metrics, step) -> target`` after gradient step number ``step``,
+        counted from 1 as if all updates of the run had them. ``metrics`` are those of this step,
+        the same on all devices.
+    """
+
+    init: Callable[[Params], ArrayTree]
+    update: Callable[[ArrayTree, Params, dict[str, Array], Array], ArrayTree]
+
+
 class Agent(NamedTuple):
     """An algorithm, as a record of pure functions.
 
@@ -321,9 +336,7 @@ class Agent(NamedTuple):
       act: see ``Act``.
       source: where the batches of ``loss`` come from.
       loss: ``(params, train_state, batch, key) -> (scalar, LossAux)``, to be minimised.
-      target: ``(params, target, step) -> target``, the target network after gradient step number
-        ``step``, counted from 1 as if all updates of the run had them; None for agents without one.
-        The first target is a copy of the parameters.
+      target: None for agents without one.
       labels: ``(params) ->`` a tree of the same structure that names the group of each parameter.
         Each group has an optimizer of its own. None if there is only one group.
       rates: each group of ``labels`` with the factor of its learning rate.
@@ -334,6 +347,6 @@ class Agent(NamedTuple):
     act: Act
     source: Source
     loss: Callable[[Params, TrainState, ArrayTree, Array], tuple[Array, LossAux]]
-    target: Callable[[Params, Params, Array], Params] | None = None
+    target: Target | None = None
     labels: Callable[[Params], ArrayTree] | None = None
     rates: tuple[tuple[str, float], ...] = ()

@@ -60,6 +60,24 @@ def random_stream(
     return Stream(TimeStep(observation, reward, discount, first), episodes)
 
 
+def whole_episodes(stream: Stream) -> np.ndarray:
+    """Which transitions ``[T, B]`` belong to episodes whose end the stream shows; all transitions
+    of episodes, in environments where it shows none."""
+    first = np.asarray(stream.timestep.first)
+    length = len(first) - 1
+    ended, all_ = np.zeros((2, length, first.shape[1]), bool)
+    for b, index, _, discounts, leads in stream.episodes:
+        if not index:
+            continue
+        reset = index[-1] + 2 <= length and first[index[-1] + 2, b]
+        valid = [t for t, lead in zip(index, leads, strict=True) if lead is not None]
+        all_[valid, b] = True
+        if discounts[-1] == 0 or leads[-1] is None or reset:
+            ended[valid, b] = True
+    shown = (first[1:] | (np.asarray(stream.timestep.discount[1:]) == 0)).any(0)
+    return np.where(shown, ended, all_)
+
+
 def gae(stream: Stream, values: np.ndarray, discount: float, lambda_: float):
     """Advantages by the sum over l of (gamma lambda)^l delta_{t+l}, within each episode."""
     length, batch = values.shape[0] - 1, values.shape[1]

@@ -21,6 +21,10 @@ from podracer.types import (
     Weights,
 )
 
+# The keys of environments are folded from the key of an unroll with their numbers, and those of its
+# resets with one that no environment has.
+RESET = 2**32 - 1
+
 
 class RolloutState(struct.PyTreeNode):
     """B environments and the agent that acts in them, between two unrolls; ``[B, ...]`` each.
@@ -93,6 +97,8 @@ def unroll(
     state: RolloutState,
     key: Array,
     length: int,
+    *,
+    whole_episodes: bool = False,
 ) -> tuple[RolloutState, Trajectory, EpisodeSums]:
     """Acts for ``length`` steps.
 
@@ -103,10 +109,13 @@ def unroll(
       state: the state of the environments and the agent at the start.
       key: random key of this unroll, the same on all devices.
       length: number of steps (T).
+      whole_episodes: whether all environments begin new episodes first.
 
     Returns:
       The state after the unroll, the trajectory, and sums over the episodes that ended in it.
     """
+    if whole_episodes:
+        state = reset(env, agent, jax.random.fold_in(key, RESET), state.env_id)
     # Keys are drawn for all steps at once, which is faster than in the loop.
     keys = env_keys(key, state.env_id, 2 * length)
     keys = keys.reshape(length, 2, -1)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from podracer.agents import normalization
+from podracer.agents import normalization, returns
 from podracer.agents.settings import Settings
 from podracer.nets import heads
 from podracer.nets.actor_critic import Network
@@ -99,6 +99,8 @@ def make_preprocess(
             observation=normalization.normalize_observation(before, timestep.observation),
             reward=normalization.normalize_reward(stats, timestep.reward),
         )
+        if settings.rollout.whole_episodes:
+            timestep = returns.only_whole_episodes(timestep)
         return trajectory.replace(timestep=timestep), stats
 
     return preprocess

@@ -214,6 +214,6 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
     init, carry, act = _make_functions(spec, settings, config, network)
     item = transitions.make_item(settings, devices, config.n_step)
     source = make_replay(item, spec, settings, devices)
-    update_target = target_network.periodic(config.target_period, config.target_rate)
+    target = target_network.periodic(config.target_period, config.target_rate)
     rates = (("policy", config.policy_rate), ("critic", 1.0))
-    return Agent(init, carry, act, source, loss, update_target, _labels, rates)
+    return Agent(init, carry, act, source, loss, target, _labels, rates)

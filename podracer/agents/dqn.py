@@ -106,5 +106,5 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
 
     item = transitions.make_item(settings, devices, config.n_step)
     source = make_replay(item, spec, settings, devices)
-    update_target = target_network.periodic(config.target_period)
-    return Agent(init, carry, act, source, loss, update_target)
+    target = target_network.periodic(config.target_period)
+    return Agent(init, carry, act, source, loss, target)

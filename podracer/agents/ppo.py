@@ -1,4 +1,6 @@
-"""Proximal policy optimisation with clipping, https://arxiv.org/abs/1707.06347."""
+"""Proximal policy optimisation, https://arxiv.org/abs/1707.06347: with clipping, or with a penalty
+on the KL divergence that adapts as in BatchPPO, https://arxiv.org/abs/1709.02878.
+"""
 
 import dataclasses
 from typing import ClassVar
@@ -8,7 +10,7 @@ import jax.numpy as jnp
 import rlax
 from flax import struct
 
-from podracer.agents import actor_critic, returns
+from podracer.agents import actor_critic, kl_penalty, returns
 from podracer.agents.settings import Settings
 from podracer.errors import ConfigError, unknown
 from podracer.learning import rollout
@@ -27,6 +29,7 @@ from podracer.types import (
     Trajectory,
 )
 
+OBJECTIVES = ("clip", "kl_penalty")
 ADVANTAGE_NORMALIZATIONS = ("batch", "minibatch", "none")
 
 
@@ -36,24 +39,34 @@ class Config:
 
     Attributes:
       gae_lambda: lambda of generalised advantage estimation, in [0, 1].
+      objective: "clip" (equation 7) or "kl_penalty" (equation 8): the KL divergence from the policy
+        before the update is a penalty, whose coefficient adapts so that an update changes the
+        policy by ``target_kl``.
       clip: epsilon of equation 7, the range in which the ratio of probabilities may move.
       value_clip: the range in which a value may move from the value before the update; 0 turns
         this clipping off.
       advantage_normalization: advantages are standardised over the "batch" of all devices (two
         small all-reduces per rollout), over each "minibatch" of all devices (two per gradient
         step), or not at all ("none").
-      target_kl: when the approximate KL divergence of a gradient step exceeds this value, this
-        step and the remaining ones of the update are skipped; 0 turns this off.
+      target_kl: with "kl_penalty", the KL divergence to reach in an update. With "clip", when the
+        approximate KL divergence of a gradient step exceeds this value, this step and the remaining
+        ones of the update are skipped; 0 turns this off.
     """
 
     gae_lambda: float = 0.95
+    objective: str = "clip"
     clip: float = 0.2
     value_clip: float = 0.2
     advantage_normalization: str = "batch"
     target_kl: float = 0.0
 
     off_policy: ClassVar[bool] = False
-    fixed: ClassVar[tuple[str, ...]] = ()
+    fixed: ClassVar[tuple[str, ...]] = ("ppo.objective",)
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the objective has a penalty on the KL divergence."""
+        return self.objective == "kl_penalty"
 
     def gradient_steps(self, settings: Settings) -> GradientSteps:
         """See ``agents``."""
@@ -70,6 +83,12 @@ class Config:
                 "ppo.value_clip and ppo.target_kl must be 0 (off) or positive, got "
                 f"{self.value_clip} and {self.target_kl}"
             )
+        if self.objective not in OBJECTIVES:
+            raise unknown("ppo.objective", self.objective, OBJECTIVES)
+        if self.penalised and self.target_kl == 0:
+            raise ConfigError(
+                "ppo.objective='kl_penalty' needs a positive ppo.target_kl, such as 0.01"
+            )
         if self.advantage_normalization not in ADVANTAGE_NORMALIZATIONS:
             raise unknown(
                 "ppo.advantage_normalization",
@@ -79,7 +98,17 @@ class Config:
 
 
 class Sample(struct.PyTreeNode):
-    """What the loss reads, ``[items, T, ...]`` each; see ``returns.Targets`` for the targets."""
+    """What the loss reads, ``[items, T, ...]`` each.
+
+    Attributes:
+      observation: normalised observations.
+      first: whether an observation opens an episode.
+      action: the actions taken.
+      log_prob: their log-probabilities.
+      old_value: values before the update.
+      target: see ``returns.Targets``.
+      old_policy: the policy's output before the update; ``()`` without a penalty on its change.
+    """
 
     observation: ArrayTree
     first: Array
@@ -87,6 +116,7 @@ class Sample(struct.PyTreeNode):
     log_prob: Array
     old_value: Array
     target: returns.Targets
+    old_policy: ArrayTree = ()
 
 
 def _normalize(advantage: Array, valid: Array, all_mean: Reduce) -> Array:
@@ -124,17 +154,11 @@ def _policy_metrics(log_ratio: Array, clip: float) -> dict[str, Array]:
     }
 
 
-def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Agent:
-    """PPO for any action space, with a feed-forward or a recurrent network.
-
-    Args:
-      spec: observation and action spaces.
-      settings: settings of every agent.
-      config: settings of PPO.
-      devices: the devices that learn.
-    """
-    network = nets.make_network(spec, settings.network)
-    init, initial_carry, act = actor_critic.make_functions(spec, network, settings)
+def _make_prepare(
+    network: nets.Network, settings: Settings, config: Config, devices: Devices
+) -> rollout.Prepare:
+    """What turns an unroll into items. It computes values in one large batch, so that acting does
+    not need them."""
     preprocess = actor_critic.make_preprocess(settings, devices.mean)
 
     def prepare(train_state: TrainState, trajectory: Trajectory) -> tuple[ArrayTree, ArrayTree]:
@@ -142,8 +166,9 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
         trajectory, stats = preprocess(train_state, trajectory)
         timestep = trajectory.timestep
         past = jax.tree.map(lambda x: x[:-1], timestep)
-        # Values are computed here in one large batch, so that acting does not need them.
-        _, _, values = network.apply(weights.params, carry, timestep.observation, timestep.first)
+        _, policy, values = network.apply(
+            weights.params, carry, timestep.observation, timestep.first
+        )
         target = returns.gae(
             timestep, values, discount=settings.discount, lambda_=config.gae_lambda
         )
@@ -157,14 +182,30 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
             trajectory.extras["log_prob"],
             values[:-1],
             target,
+            jax.tree.map(lambda x: x[:-1], policy) if config.penalised else (),
         )
         length = trajectory.action.shape[0] if network.recurrent else 1
         return (carry, actor_critic.items(sample, length)), stats
 
+    return prepare
+
+
+def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Agent:
+    """PPO for any action space, with a feed-forward or a recurrent network.
+
+    Args:
+      spec: observation and action spaces.
+      settings: settings of every agent.
+      config: settings of PPO.
+      devices: the devices that learn.
+    """
+    network = nets.make_network(spec, settings.network)
+    init, initial_carry, act = actor_critic.make_functions(spec, network, settings)
+
     def loss(
         params: Params, train_state: TrainState, batch: ArrayTree, key: Array
     ) -> tuple[Array, LossAux]:
-        del train_state, key
+        del key
         carry, sample = batch
         sample = actor_critic.time_major(sample)
         target = sample.target
@@ -176,10 +217,9 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
         if config.advantage_normalization == "minibatch":
             advantage = _normalize(advantage, target.valid, devices.mean)
         log_ratio = log_prob - sample.log_prob
-        policy_loss = _surrogate(log_ratio, target.valid * advantage, config.clip)
         # Means over all entries with the invalid ones at zero, not over the valid ones: the
         # mean of devices' means is then the mean over all, whatever their shares of valid entries.
-        means = {"policy": policy_loss} | {
+        means = {
             name: (target.valid * x).mean()
             for name, x in {
                 **_policy_metrics(log_ratio, config.clip),
@@ -187,9 +227,27 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
                 "entropy": distribution.entropy(),
             }.items()
         }
+        advantage, stop = target.valid * advantage, ()
+        if config.penalised:
+            penalty: kl_penalty.Penalty = train_state.target
+            kl = network.distribution(sample.old_policy).kl_divergence(distribution)
+            means["kl"] = (target.valid * kl).mean()
+            means["kl_coefficient"] = penalty.coefficient
+            means["policy"] = kl_penalty.loss(
+                log_ratio, advantage, means["kl"], penalty, config.target_kl, devices.mean
+            )
+        else:
+            means["policy"] = _surrogate(log_ratio, advantage, config.clip)
+            if config.target_kl > 0:
+                stop = means["approx_kl"] - config.target_kl
         total = actor_critic.total_loss(settings, means)
-        stop = means["approx_kl"] - config.target_kl if config.target_kl > 0 else ()
         return total, LossAux({"total": total, **means}, stop=stop)
 
+    prepare = _make_prepare(network, settings, config, devices)
     source = rollout.make_source(prepare, settings.rollout, devices)
-    return Agent(init, initial_carry, act, source, loss)
+    target = None
+    if config.penalised:
+        target = kl_penalty.make_target(
+            config.target_kl, source.steps, settings.rollout.num_minibatches
+        )
+    return Agent(init, initial_carry, act, source, loss, target)

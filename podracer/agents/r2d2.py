@@ -258,5 +258,5 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
         initial_priority=initial_priority,
     )
     source = make_replay(item, spec, settings, devices)
-    update_target = target_network.periodic(config.target_period)
-    return Agent(init, carry, act, source, loss, update_target)
+    target = target_network.periodic(config.target_period)
+    return Agent(init, carry, act, source, loss, target)

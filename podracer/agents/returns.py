@@ -50,6 +50,22 @@ def valid(timestep: TimeStep) -> Array:
     return ~timestep.first[1:] | (timestep.discount[1:] == 0)
 
 
+def only_whole_episodes(timestep: TimeStep) -> TimeStep:
+    """Makes the transitions after the last end of an episode invalid: ``[T+1, B]`` time steps.
+
+    Where no episode ends, all remain valid.
+    """
+    end = timestep.first[1:] | (timestep.discount[1:] == 0)
+    # Arrivals with no end at or after them.
+    after = (jax.lax.cummax(end.astype(jnp.int8), reverse=True) == 0) & end.any(0)
+    first = jnp.where(after, True, timestep.first[1:])
+    discount = jnp.where(after, 1.0, timestep.discount[1:])
+    return timestep.replace(
+        first=jnp.concatenate([timestep.first[:1], first]),
+        discount=jnp.concatenate([timestep.discount[:1], discount]),
+    )
+
+
 def _cut(timestep: TimeStep, values: Array, discount: float) -> tuple[Array, Array, Array]:
     """Rewards, discounts and the mask of valid transitions, such that invalid ones are cut.
 

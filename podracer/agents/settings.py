@@ -47,7 +47,16 @@ class Settings:
 
 
 def replay_gradient_steps(settings: Settings, transitions: int) -> GradientSteps:
-    """How an update is divided if a loss reads ``transitions`` transitions of an item."""
+    """How an update is divided if a loss reads ``transitions`` transitions of an item.
+
+    Raises:
+      ConfigError: a setting of agents without a replay buffer.
+    """
+    if settings.rollout.whole_episodes:
+        raise ConfigError(
+            "whole_episodes=True is for agents that learn from one unroll at a time, not from a "
+            "replay buffer"
+        )
     return replay.gradient_steps(
         settings.replay, settings.num_envs, settings.unroll_length, transitions
     )

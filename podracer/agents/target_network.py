@@ -1,21 +1,21 @@
 """Target networks: older or averaged copies of the parameters."""
 
-from collections.abc import Callable
-
 import jax
 import optax
 
-from podracer.types import Array, Params
+from podracer.types import Array, Params, Target
 
 
-def periodic(period: int, rate: float = 1.0) -> Callable[[Params, Params, Array], Params]:
-    """``Agent.target``: at every ``period``-th gradient step, moves the target towards the
-    parameters; a rate of 1 copies them."""
+def periodic(period: int, rate: float = 1.0) -> Target:
+    """Moves the target towards the parameters at every ``period``-th gradient step; a rate of 1
+    copies them."""
 
-    def target(params: Params, target: Params, step: Array) -> Params:
+    def update(target: Params, params: Params, metrics: dict[str, Array], step: Array) -> Params:
+        del metrics
+
         def move() -> Params:
             return params if rate == 1 else optax.incremental_update(params, target, rate)
 
         return jax.lax.cond(step % period == 0, move, lambda: target)
 
-    return target
+    return Target(lambda params: params, update)

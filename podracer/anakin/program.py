@@ -127,14 +127,27 @@ def make_init(
 
 
 def make_step(
-    env: Environment, components: Components, sizes: Sizes
+    env: Environment, components: Components, sizes: Sizes, *, whole_episodes: bool
 ) -> Callable[[AnakinState], tuple[AnakinState, CallMetrics]]:
-    """``(AnakinState) -> (AnakinState, CallMetrics)`` as each device runs it."""
+    """``(AnakinState) -> (AnakinState, CallMetrics)`` as each device runs it.
+
+    Args:
+      env: the environment.
+      components: agent, optimizer and update.
+      sizes: the run's sizes.
+      whole_episodes: whether each unroll begins new episodes.
+    """
 
     def one_update(state: AnakinState, _: None) -> tuple[AnakinState, CallMetrics]:
         act_key, update_key = builder.update_keys(state.key, state.train.step)
         envs, trajectory, episodes = unroll.unroll(
-            env, components.agent, state.train.weights, state.rollout, act_key, sizes.unroll_length
+            env,
+            components.agent,
+            state.train.weights,
+            state.rollout,
+            act_key,
+            sizes.unroll_length,
+            whole_episodes=whole_episodes,
         )
         train, source, metrics = components.update(
             state.train, state.source, trajectory, update_key
@@ -173,7 +186,7 @@ def make_program(
 
     replicated, specs = mesh_lib.REPLICATED, state_specs(config.num_seeds)
     init = make_init(env, components, sizes, config.stagger)
-    step = make_step(env, components, sizes)
+    step = make_step(env, components, sizes, whole_episodes=config.whole_episodes)
     if config.num_seeds > 1:
         # One agent after another: jaxlib 0.10 factors batches of matrices, which orthogonal
         # initialisation needs, on the threads that its CPU devices already occupy: a deadlock.

@@ -48,7 +48,7 @@ def train(
     parsed = config_lib.parse(config)
     with open_session("anakin", prepare, parsed, workdir, options) as (program, session, clock):
         compiled, state, progress = compile_and_restore(
-            lambda: compile_program(program, parsed), session, clock
+            lambda: compile_program(program, parsed), session, clock, program.agent
         )
         return loop.run(
             state,

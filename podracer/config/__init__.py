@@ -69,8 +69,8 @@ class Config(AgentSections):
       normalize_rewards: divide rewards by the running standard deviation of discounted returns.
       optimizer, learning_rate, anneal, warmup, batch_rule, reference_batch, epsilon,
         max_grad_norm: see ``learning.optimizer.OptimizerConfig``.
-      num_epochs, num_minibatches: see ``learning.rollout.RolloutConfig``; agents with replay
-        ignore them.
+      num_epochs, num_minibatches, whole_episodes: see ``learning.rollout.RolloutConfig``; agents
+        with replay ignore the first two and reject the last one.
       cpu_devices: number of devices that a CPU is split into; 0 chooses (see
         ``auto_cpu_devices``). GPUs and TPUs ignore it.
       network: see ``nets.network.NetworkConfig``.
@@ -109,6 +109,7 @@ class Config(AgentSections):
     max_grad_norm: float = 0.5
     num_epochs: int = 4
     num_minibatches: int = 4
+    whole_episodes: bool = False
     cpu_devices: int = 0
     network: NetworkConfig = dataclasses.field(default_factory=NetworkConfig)
     replay: ReplayConfig = dataclasses.field(default_factory=ReplayConfig)

@@ -116,9 +116,11 @@ class VectorPool:
         self._ended = np.zeros(len(seeds), bool)
 
     def reset(self) -> HostStep:
+        # Later resets continue the environments' own random numbers.
         observation, _ = self._envs.reset(seed=self._seeds)
-        zeros = np.zeros(len(self._seeds), np.float32)
-        self._ended = np.ones(len(self._seeds), bool)
+        self._seeds = None
+        zeros = np.zeros(self._envs.num_envs, np.float32)
+        self._ended = np.ones(self._envs.num_envs, bool)
         return self._arrive(observation, zeros, zeros.astype(bool), zeros.astype(bool))
 
     def step(self, action: np.ndarray) -> HostStep:

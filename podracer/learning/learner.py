@@ -84,7 +84,7 @@ def _make_gradient_step(
         target = train_state.target
         if agent.target is not None:
             number = train_state.step * agent.source.steps + i + 1
-            target = agent.target(new[0], target, number)
+            target = agent.target.update(target, new[0], metrics, number)
         weights = train_state.weights.replace(params=new[0])
         train_state = train_state.replace(weights=weights, opt_state=new[1], target=target)
         source = agent.source.update(progress.source, ticket, aux.priorities)

@@ -18,10 +18,15 @@ class RolloutConfig:
     Attributes:
       num_epochs: passes over each batch of experience.
       num_minibatches: gradient steps per pass.
+      whole_episodes: whether each unroll begins new episodes, and only those that end within it are
+        learned from, as in BatchPPO (https://arxiv.org/abs/1709.02878). An environment in which
+        none ends is learned from as if its unroll were the whole episode, bootstrapped at its end:
+        ``unroll_length`` should be the length of the longest episode.
     """
 
     num_epochs: int
     num_minibatches: int
+    whole_episodes: bool
 
     def __post_init__(self):
         if min(self.num_epochs, self.num_minibatches) <= 0:

@@ -19,7 +19,7 @@ from podracer.sebulba.pool import RestartingPool
 from podracer.sebulba.setup import Actor
 from podracer.sebulba.threads import Supervisor
 from podracer.sebulba.timing import ENVIRONMENT, INFERENCE, PAUSE, TRANSFER, WAIT
-from podracer.types import Array, TimeStep, Trajectory, Weights
+from podracer.types import Array, HostStep, TimeStep, Trajectory, Weights
 
 
 class Schedule(NamedTuple):
@@ -33,12 +33,14 @@ class Schedule(NamedTuple):
       length: steps of an unroll (T).
       lag: unroll n acts with the weights after max(first, n - lag) updates, whatever the timing;
         None acts with the newest weights.
+      whole_episodes: whether each unroll begins new episodes.
     """
 
     first: int
     end: int
     length: int
     lag: int | None
+    whole_episodes: bool = False
 
     def version(self, n: int) -> int | None:
         """The version of the weights that unroll n acts with; None is the newest one."""
@@ -79,8 +81,10 @@ class ActorThread:
     def run(self) -> None:
         """Acts until the last unroll is done or the run stops."""
         try:
-            state = self._functions.start(self._actor.env_ids, self._pool.reset().timestep)
+            state = self._start(self._pool.reset())
             for n in range(self._schedule.first, self._schedule.end):
+                if self._schedule.whole_episodes and n > self._schedule.first:
+                    state = self._start(self._pool.restart_episodes())
                 version, weights = self._get_weights(n)
                 state, parts = self._unroll(weights, state, n)
                 self._put_trajectory(parts, version)
@@ -88,6 +92,9 @@ class ActorThread:
                 del weights, parts
         finally:
             self._pool.close()
+
+    def _start(self, step: HostStep) -> ActorState:
+        return self._functions.start(self._actor.env_ids, step.timestep)
 
     def _get_weights(self, n: int) -> tuple[int, Weights]:
         """Waits for the weights of unroll n, and returns their version with them."""

@@ -65,10 +65,18 @@ class RestartingPool:
 
     def step(self, action: np.ndarray) -> HostStep:
         """Steps the pool; if that fails, rebuilds and resets it."""
+        return self._call("stepping its pool", lambda pool: pool.step(action))
+
+    def restart_episodes(self) -> HostStep:
+        """Begins a new episode in every environment; if that fails, rebuilds the pool."""
+        self._episodes.abandon()
+        return self._call("resetting its pool", lambda pool: pool.reset())
+
+    def _call(self, doing: str, function: Callable[[Pool], HostStep]) -> HostStep:
         assert self._pool is not None, "reset comes first"
-        self._supervisor.beat("stepping its pool")
+        self._supervisor.beat(doing)
         try:
-            return self._checked(self._pool.step(action))
+            return self._checked(function(self._pool))
         except Exception as error:
             failure = _without_variables(error)
         while self._may_restart():

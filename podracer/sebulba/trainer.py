@@ -60,7 +60,7 @@ def train(
     ):
         heartbeat = session.processes.show_progress
         compiled, state, progress = compile_and_restore(
-            lambda: compile_programs(setup), session, clock
+            lambda: compile_programs(setup), session, clock, setup.components.agent
         )
         if progress.update:
             session.log("environments start new episodes, because host environments can't be saved")
@@ -137,7 +137,13 @@ def start_threads(
     """
     options, sizes = setup.config.sebulba, setup.sizes
     lag = None if options.free_running else options.lag
-    schedule = Schedule(first_update, sizes.last(first_update), sizes.unroll_length, lag)
+    schedule = Schedule(
+        first_update,
+        sizes.last(first_update),
+        sizes.unroll_length,
+        lag,
+        setup.config.whole_episodes,
+    )
     parameters = ParameterServer(supervisor, keep=1 + options.lag)
     pauses = PauseTimer()
     queues = []

@@ -25,6 +25,7 @@ from podracer.types import (
     Environment,
     HostEnvironment,
     Spec,
+    Target,
     TrainState,
     Weights,
 )
@@ -103,8 +104,33 @@ def init_train_state(components: Components, key: Array) -> TrainState:
     """The learner's initial state, from the run's key."""
     agent = components.agent
     weights = agent.init(jax.random.fold_in(key, WEIGHTS))
-    target = () if agent.target is None else jax.tree.map(jnp.copy, weights.params)
+    target = (
+        () if agent.target is None else jax.tree.map(jnp.copy, agent.target.init(weights.params))
+    )
     return TrainState(weights, target, components.optimizer.init(weights.params), jnp.int32(0))
+
+
+def with_weights(
+    train: TrainState, weights: Weights, target: Target | None, num_seeds: int
+) -> TrainState:
+    """The state in which a run starts that begins with given weights.
+
+    Args:
+      train: the initial state of a run that begins with random weights.
+      weights: the weights; with several agents, the first axis is that of the agents.
+      target: of the agent.
+      num_seeds: number of agents.
+    """
+    train = train.replace(weights=weights)
+    if target is None:
+        return train
+    init = jax.vmap(target.init) if num_seeds > 1 else target.init
+
+    def place(new: Array, old: Array) -> Array:
+        # A copy, because steps donate weights and target.
+        return jax.device_put(jnp.copy(new), old.sharding)
+
+    return train.replace(target=jax.tree.map(place, init(weights.params), train.target))
 
 
 def update_keys(key: Array, step: Array) -> tuple[Array, Array]:

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from etils import epath
 
 from podracer.config import Config, Sizes
@@ -26,9 +25,10 @@ from podracer.storage import workdir as workdir_lib
 from podracer.storage.checkpoint import Checkpoints, Progress, load_weights
 from podracer.storage.compatibility import check_num_seeds, check_same_run
 from podracer.storage.workdir import CHECKPOINTS, Workdir
+from podracer.training import builder
 from podracer.training.agreement import check_alike, check_shared
 from podracer.training.options import Options
-from podracer.types import Device, Row
+from podracer.types import Device, Row, Target
 
 
 class Session:
@@ -155,13 +155,14 @@ class Session:
         else:
             print(text, file=sys.stderr, flush=True)
 
-    def restore(self, state: Any, clock: Clock) -> tuple[Any, Progress]:
+    def restore(self, state: Any, clock: Clock, target: Target | None) -> tuple[Any, Progress]:
         """The state to resume the run from: that of its newest checkpoint, or the initial one.
 
         Args:
           state: the initial state, whose ``train`` is a ``TrainState``. It is freed if there is a
             checkpoint.
           clock: the times of the run's earlier starts are added to it.
+          target: of the run's agent.
 
         Raises:
           ConfigError: the weights to start from belong to another network.
@@ -187,9 +188,7 @@ class Session:
             weights, update = load_weights(
                 self._options.init_from, "last", state.train.weights, self.processes
             )
-            train = state.train.replace(weights=weights)
-            if jax.tree.leaves(train.target):
-                train = train.replace(target=jax.tree.map(jnp.copy, weights.params))
+            train = builder.with_weights(state.train, weights, target, self._config.num_seeds)
             state = state.replace(train=train)
             self.log(f"starts from the weights of {self._options.init_from} at update {update:,}")
         settings = dataclasses.asdict(self._config)

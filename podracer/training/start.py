@@ -15,7 +15,7 @@ from podracer.training import memory
 from podracer.training.memory import StateMemory
 from podracer.training.options import Options, RunOptions
 from podracer.training.session import Session
-from podracer.types import Device
+from podracer.types import Agent, Device
 
 
 class Setup(Protocol):
@@ -93,7 +93,7 @@ def open_session(
 
 
 def compile_and_restore(
-    compile_programs: Callable[[], CompiledT], session: Session, clock: Clock
+    compile_programs: Callable[[], CompiledT], session: Session, clock: Clock, agent: Agent
 ) -> tuple[CompiledT, Any, Progress]:
     """Compiles a run, and restores it if its workdir has a checkpoint.
 
@@ -101,6 +101,7 @@ def compile_and_restore(
       compile_programs: compiles the run's functions.
       session: the run's session.
       clock: measures the compilation.
+      agent: the run's agent.
 
     Returns:
       The compiled functions, the state to train from, and the run's progress.
@@ -112,4 +113,4 @@ def compile_and_restore(
     with clock.measure("compile"):
         compiled = compile_programs()
     session.processes.barrier()
-    return compiled, *session.restore(compiled.state, clock)
+    return compiled, *session.restore(compiled.state, clock, agent.target)

@@ -45,6 +45,25 @@ def test_counting_environment_counts_across_unrolls(next_step, truncate):
     assert len(np.unique(length)) > 1
 
 
+def test_unrolls_of_whole_episodes_begin_with_new_ones():
+    config = make_config(env="dummy:counting", num_envs=4, unroll_length=16, whole_episodes=True)
+    program, _, state, step = make_run(config)
+    starts = []
+    for _ in range(2):
+        key = jax.random.fold_in(state.key, state.train.step)
+        _, trajectory, _ = unroll.unroll(
+            program.env, program.agent, state.train.weights, state.rollout, key, 16,
+            whole_episodes=True,
+        )  # fmt: skip
+        assert trajectory.timestep.first[0].all()
+        np.testing.assert_array_equal(trajectory.timestep.observation[0, :, 0], 0)
+        starts.append(np.asarray(trajectory.timestep.observation[0, :, 1]))
+        state, metrics = step(state)
+        assert np.isfinite(metrics.learner.losses["total"]).all()
+    # Each unroll draws other episodes.
+    assert (starts[0] != starts[1]).any()
+
+
 def test_agent_and_environment_draw_from_different_keys():
     """The environment observes its own key, and the agent reports the key that it acts with."""
 

@@ -186,7 +186,7 @@ def test_target_networks_move_by_a_rate_or_are_copied():
         target = {"x": jnp.zeros(())}
         seen = []
         for step in range(1, 7):
-            target = agent.target({"x": jnp.float32(4)}, target, step)
+            target = agent.target.update(target, {"x": jnp.float32(4)}, {}, step)
             seen.append(float(target["x"]))
         assert seen == [0, 0, after_one, after_one, after_one, after_two]
 

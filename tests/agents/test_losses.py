@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from podracer import envs
-from podracer.agents import AGENTS, actor_critic, ppo, returns, transitions
+from podracer.agents import AGENTS, actor_critic, kl_penalty, ppo, returns, transitions
 from podracer.nets import actor_critic as nets
 from podracer.nets.q_network import make_q_network
 from podracer.types import ACTION_MASK, Devices, TimeStep
@@ -87,6 +87,59 @@ def test_ppo_is_equation_seven_with_value_and_entropy(value_clip):
     np.testing.assert_allclose(aux.metrics["value"], values / ITEMS, rtol=1e-4)
     np.testing.assert_allclose(aux.metrics["entropy"], entropy / ITEMS, rtol=1e-4)
     assert 0 < clipped.sum() < ITEMS
+
+
+@pytest.mark.parametrize("target_kl", [0.01, 1.0], ids=["beyond the cutoff", "below it"])
+def test_the_kl_penalty_is_equation_eight_with_batch_ppo_s_cutoff(target_kl):
+    agent, network, params = make("ppo", ppo__objective="kl_penalty", ppo__target_kl=target_kl)
+    x = random_items(np.random.default_rng(0))
+    _, logits, _ = network.apply(params, (), x["observation"][None], np.zeros((1, ITEMS), bool))
+    old = np.random.default_rng(1).normal(size=(ITEMS, 2)).astype(np.float32)
+    new, before = softmax(np.asarray(logits[0])), softmax(old)
+    carry, sample = ppo_batch(x)
+    batch = (carry, sample.replace(old_policy=jnp.asarray(old)[:, None]))
+    state = types.SimpleNamespace(target=kl_penalty.Penalty(jnp.float32(0.7), jnp.float32(0)))
+
+    def policy(new):
+        ratio = new[np.arange(ITEMS), x["action"]] / np.exp(x["log_prob"])
+        kl = (x["valid"] * (before * np.log(before / new)).sum(-1)).mean()
+        gain = (x["valid"] * ratio * x["advantage"]).mean()
+        return kl, -gain + 0.7 * kl + 1000 * max(kl - 2 * target_kl, 0) ** 2
+
+    kl, expected = policy(new)
+    assert (kl > 2 * target_kl) == (target_kl == 0.01)
+    loss, aux = agent.loss(params, state, batch, None)
+    np.testing.assert_allclose(aux.metrics["kl"], kl, rtol=1e-4)
+    np.testing.assert_allclose(aux.metrics["policy"], expected, rtol=1e-4)
+    total = {k: float(aux.metrics[k]) for k in ("policy", "value", "entropy")}
+    rest = 0.7 * total["value"] - 0.03 * total["entropy"]
+    np.testing.assert_allclose(loss, total["policy"] + rest, rtol=1e-5)
+
+    # The gradient of the policy's part, by differences, along the bias of the last layer.
+    def shifted(shift):
+        return policy(softmax(np.asarray(logits[0], np.float64) + shift))[1]
+
+    only_policy = jax.grad(lambda p: agent.loss(p, state, batch, None)[1].metrics["policy"])(params)
+    gradient = jax.tree.leaves(only_policy)
+    bias = next(g for g in gradient if g.shape == (2,))
+    for i, direction in enumerate(np.eye(2)):
+        step = 1e-5 * direction
+        slope = (shifted(step) - shifted(-step)) / 2e-5
+        np.testing.assert_allclose(bias[i], slope, rtol=2e-2, atol=1e-5)
+
+
+def test_the_coefficient_of_the_penalty_adapts_by_the_last_pass_of_an_update():
+    """Updates of three passes over two minibatches; only the last two steps of each count."""
+    target = kl_penalty.make_target(0.01, steps=6, last_pass=2)
+    penalty, seen, step = target.init({}), [], 0
+    last = [(0.02, 0.02), (0.01, 0.012), (0.002, 0.002), (0.001, 0.018), (0.0139, 0.0139)]
+    for pair in last:
+        for kl in (9.0, 9.0, 9.0, 9.0, *pair):
+            step += 1
+            penalty = target.update(penalty, {}, {"kl": jnp.float32(kl)}, jnp.int32(step))
+        seen.append(float(penalty.coefficient))
+        assert float(penalty.divergence) == 0
+    np.testing.assert_allclose(seen, [1.5, 1.5, 1.0, 1.0, 1.5], rtol=1e-6)
 
 
 def test_ppo_has_no_gradient_where_clipped_or_invalid():

@@ -83,6 +83,25 @@ def test_n_step_returns_are_the_sum_within_each_episode(next_step, truncate, n):
     assert (np.asarray(out.steps)[valid == 1] >= 1).all()
 
 
+@RESETS
+@ENDS
+def test_only_whole_episodes_are_learned_from(next_step, truncate):
+    for seed in range(3):
+        _, stream, values = make(seed, next_step, truncate)
+        whole = references.whole_episodes(stream)
+        timestep = returns.only_whole_episodes(jax.tree.map(jnp.asarray, stream.timestep))
+        np.testing.assert_array_equal(returns.valid(timestep), whole)
+        assert whole.sum() < np.asarray(returns.valid(stream.timestep)).sum()
+        # The targets of whole episodes are what they were.
+        advantage, _ = references.gae(stream, values, 0.9, 0.8)
+        targets = returns.gae(timestep, values, discount=0.9, lambda_=0.8)
+        np.testing.assert_allclose(targets.advantage, whole * advantage, atol=2e-5)
+    # No end at all: the unroll is the episode.
+    endless = jax.tree.map(lambda x: jnp.zeros_like(x[:, :1]), stream.timestep)
+    endless = endless.replace(discount=jnp.ones_like(endless.discount))
+    assert returns.valid(returns.only_whole_episodes(endless)).all()
+
+
 def test_nothing_leaks_backwards_through_a_cut():
     """Targets before the end of an episode do not depend on what follows it, bit for bit."""
     _, stream, values = make(2, True, 0.5)

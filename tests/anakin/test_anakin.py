@@ -34,6 +34,7 @@ REPLAY = {
 OWN = {
     # Reached by some gradient steps and not by others: they stop on all devices or on none.
     "ppo": {"ppo__target_kl": 1e-5},
+    "kl_penalty": {"agent": "ppo", "ppo__objective": "kl_penalty", "ppo__target_kl": 1e-5},
     "vtrace": {},
     "dqn": {**REPLAY, "dqn__target_period": 2},
     "r2d2": {**REPLAY, "r2d2__burn_in": 4, "r2d2__trace": 8, "r2d2__target_period": 2},
@@ -59,7 +60,6 @@ def shared_run(agent, updates_per_call):
 def cartpole_run(agent, core, num_devices):
     """``make_run`` with everything that may depend on the number of devices."""
     config = make_config(
-        agent=agent,
         network__core=core,
         num_envs=32,
         num_minibatches=4,
@@ -68,7 +68,7 @@ def cartpole_run(agent, core, num_devices):
         normalize_rewards=True,
         learning_rate=1e-3,
         ppo__advantage_normalization="minibatch" if core == "gru" else "batch",
-        **{"updates_per_call": 2, **OWN[agent]},
+        **{"agent": agent, "updates_per_call": 2, **OWN[agent]},
     )
     return make_run(config, num_devices)
 
@@ -79,6 +79,7 @@ def cartpole_run(agent, core, num_devices):
         ("ppo", "none", (8,)),
         ("dqn", "none", (8,)),
         pytest.param("r2d2", "gru", (2, 8), marks=pytest.mark.slow),
+        pytest.param("kl_penalty", "none", (8,), marks=pytest.mark.slow),
         # Compiling for four meshes takes long, so .ci/run does it.
         *(
             pytest.param(agent, core, (2, 4, 8), marks=pytest.mark.slow)

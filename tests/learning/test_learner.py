@@ -11,7 +11,7 @@ from podracer.learning import learner, rollout
 from podracer.learning import optimizer as optimizer_lib
 from podracer.learning.optimizer import OptimizerConfig
 from podracer.learning.rollout import RolloutConfig, shuffle
-from podracer.types import Agent, Devices, LossAux, TrainState, Weights
+from podracer.types import Agent, Devices, LossAux, Target, TrainState, Weights
 from podracer.xla_cpu import prng
 
 
@@ -41,7 +41,9 @@ def quadratic(epochs: int, minibatches: int, stop_above: float | None = None, **
     def prepare(train_state, trajectory):
         return trajectory, {"seen": train_state.weights.stats["seen"] + 1}
 
-    source = rollout.make_source(prepare, RolloutConfig(epochs, minibatches), Devices())
+    source = rollout.make_source(
+        prepare, RolloutConfig(epochs, minibatches, whole_episodes=False), Devices()
+    )
     return Agent(init=None, carry=None, act=None, source=source, loss=loss, **fields)  # type: ignore[arg-type]
 
 
@@ -107,8 +109,10 @@ def test_update_takes_every_gradient_step_in_order():
 def test_the_target_network_follows_its_rule_at_each_gradient_step():
     """With data of 1, w is 1 - 0.8^n after n gradient steps."""
 
-    def every_third(params, target, step):
+    def update(target, params, metrics, step):
         return optax.periodic_update(params, target, step, 3)
+
+    every_third = Target(lambda params: params, update)
 
     state, _ = run(config(), jnp.ones(8), target=every_third)
     assert float(state.target["w"]) == pytest.approx(1 - 0.8**6)
@@ -210,7 +214,7 @@ def test_impossible_settings(changes):
 
 def test_no_epochs():
     with pytest.raises(ConfigError, match="num_epochs and num_minibatches must be positive"):
-        RolloutConfig(0, 1)
+        RolloutConfig(0, 1, whole_episodes=False)
 
 
 def test_each_group_of_parameters_has_its_own_optimizer():

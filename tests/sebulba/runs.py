@@ -125,7 +125,7 @@ def act(
     run = make_setup(config, env)
     (actor,) = setup.make_actors(run)
     weights = jax.jit(run.learner_functions.init)(run.key).train.weights
-    schedule = Schedule(0, count, run.sizes.unroll_length, None)
+    schedule = Schedule(0, count, run.sizes.unroll_length, None, config.whole_episodes)
     with make_supervisor() as supervisor:
         parameters, queue = ParameterServer(supervisor, keep=1), TrajectoryQueue(supervisor)
         local = jax.device_put(jax.device_get(weights), actor.device)

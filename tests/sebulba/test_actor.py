@@ -45,6 +45,21 @@ def test_unrolls_follow_each_other_without_a_gap(echoes):
         )
 
 
+def test_unrolls_of_whole_episodes_begin_with_new_ones():
+    config = sebulba_config(num_envs=4, unroll_length=10, whole_episodes=True, **SOLO)
+    _, _, outputs = act(config, 3, faulty.make_environment(faulty.EchoPool))
+    for output in outputs:
+        timestep = join_parts(output).timestep
+        np.testing.assert_array_equal(timestep.observation[:, 0, 0], [*range(8), *range(3)])
+        assert timestep.first[0].all()
+        np.testing.assert_array_equal(
+            returns.valid(returns.only_whole_episodes(timestep))[:, 0], [True] * 7 + [False] * 3
+        )
+        # Only games that ended are counted.
+        assert output.episodes.episodes == 4
+        assert output.episodes.length == 4 * 7
+
+
 def test_games_are_summed_up_as_they_were_played(echoes):
     reward = np.concatenate([join_parts(x).timestep.reward[1:] for x in echoes])
     # 48 steps are 6 games of 7 steps and a reset each.

@@ -46,6 +46,10 @@ def name_of(value) -> str:
             marks=pytest.mark.slow,
         ),
         pytest.param({"normalize_rewards": True, "cpu_devices": 1}, marks=pytest.mark.slow),
+        pytest.param(
+            {"ppo__objective": "kl_penalty", "ppo__target_kl": 0.01, "whole_episodes": True},
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"num_seeds": 2, **REPLAY}, marks=pytest.mark.slow),
         pytest.param(
             {"agent": "vtrace", "cpu_devices": 8, "normalize_observations": True},

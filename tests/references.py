@@ -106,9 +106,8 @@ def vtrace(
     discount: float,
     lambda_: float,
     clip_rho: float,
-    clip_pg_rho: float,
 ):
-    """Targets v_s by the sum of equation 1, and rho (r + gamma v_{s+1} - V(x_s))."""
+    """Targets v_s by the sum of equation 1, and r + gamma v_{s+1} - V(x_s)."""
     length, batch = values.shape[0] - 1, values.shape[1]
     target = values[:-1].astype(np.float64).copy()
     advantage = np.zeros((length, batch))
@@ -126,8 +125,7 @@ def vtrace(
                 target[t, b] += weight * deltas[j]
         for i, (t, r, d) in enumerate(zip(index, rewards, discounts, strict=True)):
             following = target[index[i + 1], b] if i + 1 < len(index) else values[leads[i], b]
-            ratio = min(clip_pg_rho, rho[t, b])
-            advantage[t, b] = ratio * (r + discount * d * following - values[t, b])
+            advantage[t, b] = r + discount * d * following - values[t, b]
     return advantage, target
 
 

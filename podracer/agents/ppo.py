@@ -7,10 +7,9 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-import rlax
 from flax import struct
 
-from podracer.agents import actor_critic, kl_penalty, returns
+from podracer.agents import actor_critic, kl_penalty, returns, surrogate
 from podracer.agents.settings import Settings
 from podracer.errors import ConfigError, unknown
 from podracer.learning import rollout
@@ -23,7 +22,6 @@ from podracer.types import (
     GradientSteps,
     LossAux,
     Params,
-    Reduce,
     Spec,
     TrainState,
     Trajectory,
@@ -119,16 +117,6 @@ class Sample(struct.PyTreeNode):
     old_policy: ArrayTree = ()
 
 
-def _normalize(advantage: Array, valid: Array, all_mean: Reduce) -> Array:
-    """Advantages with mean 0 and deviation 1 over the valid entries of all devices."""
-    share, mean = all_mean((valid.mean(), (valid * advantage).mean()))
-    share = jnp.maximum(share, 1e-8)
-    mean = mean / share
-    # A second pass avoids cancellation where the mean is much larger than the deviation.
-    variance = all_mean((valid * (advantage - mean) ** 2).mean()) / share
-    return (advantage - mean) / (jnp.sqrt(variance) + 1e-8)
-
-
 def _value_error(value: Array, sample: Sample, clip: float) -> Array:
     """Squared errors: the larger of the plain one and the one of the clipped value."""
     error = (value - sample.target.value) ** 2
@@ -136,22 +124,6 @@ def _value_error(value: Array, sample: Sample, clip: float) -> Array:
         return error
     moved = sample.old_value + jnp.clip(value - sample.old_value, -clip, clip)
     return jnp.maximum(error, (moved - sample.target.value) ** 2)
-
-
-def _surrogate(log_ratio: Array, advantage: Array, clip: float) -> Array:
-    """Equation 7 of the paper, negated: a mean over all entries, whatever their shape."""
-    ratio = jnp.exp(log_ratio).ravel()
-    return jnp.asarray(rlax.clipped_surrogate_pg_loss(ratio, advantage.ravel(), clip))
-
-
-def _policy_metrics(log_ratio: Array, clip: float) -> dict[str, Array]:
-    """How far the policy has moved, per entry."""
-    ratio = jnp.exp(log_ratio)
-    return {
-        # The estimator k3 of http://joschu.net/blog/kl-approx.html.
-        "approx_kl": ratio - 1 - log_ratio,
-        "clip_fraction": jnp.abs(ratio - 1) > clip,
-    }
 
 
 def _make_prepare(
@@ -173,7 +145,7 @@ def _make_prepare(
             timestep, values, discount=settings.discount, lambda_=config.gae_lambda
         )
         if config.advantage_normalization == "batch":
-            advantage = _normalize(target.advantage, target.valid, devices.mean)
+            advantage = surrogate.normalize(target.advantage, target.valid, devices.mean)
             target = target._replace(advantage=advantage)
         sample = Sample(
             past.observation,
@@ -215,14 +187,14 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
 
         advantage = target.advantage
         if config.advantage_normalization == "minibatch":
-            advantage = _normalize(advantage, target.valid, devices.mean)
+            advantage = surrogate.normalize(advantage, target.valid, devices.mean)
         log_ratio = log_prob - sample.log_prob
         # Means over all entries with the invalid ones at zero, not over the valid ones: the
         # mean of devices' means is then the mean over all, whatever their shares of valid entries.
         means = {
             name: (target.valid * x).mean()
             for name, x in {
-                **_policy_metrics(log_ratio, config.clip),
+                **surrogate.change(log_ratio, config.clip),
                 "value": 0.5 * _value_error(value, sample, config.value_clip),
                 "entropy": distribution.entropy(),
             }.items()
@@ -237,7 +209,7 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
                 log_ratio, advantage, means["kl"], penalty, config.target_kl, devices.mean
             )
         else:
-            means["policy"] = _surrogate(log_ratio, advantage, config.clip)
+            means["policy"] = surrogate.clipped(log_ratio, advantage, config.clip)
             if config.target_kl > 0:
                 stop = means["approx_kl"] - config.target_kl
         total = actor_critic.total_loss(settings, means)

@@ -105,7 +105,6 @@ def vtrace(
     discount: float,
     lambda_: float = 1.0,
     clip_rho: float = 1.0,
-    clip_pg_rho: float = 1.0,
 ) -> Targets:
     """V-trace, https://arxiv.org/abs/1802.01561, equation 1 and section 4.2.
 
@@ -116,23 +115,21 @@ def vtrace(
       discount: gamma of the agent.
       lambda_: factor of the traces c (remark 2 of the paper).
       clip_rho: rho-bar, the cap of the ratios in the temporal-difference errors.
-      clip_pg_rho: the cap of the ratio that weights the policy gradient.
 
     Returns:
-      Advantages rho (r + gamma v_{s+1} - V(x_s)), with the *target* of the next state as in the
-      paper, and value targets v_s.
+      Advantages r + gamma v_{s+1} - V(x_s), with the *target* of the next state as in the paper and
+      without the ratio that weights a policy gradient, and value targets v_s.
     """
     reward, discounts, keep = _cut(timestep, values, discount)
     estimate = jax.vmap(
-        rlax.vtrace_td_error_and_advantage, in_axes=(1, 1, 1, 1, 1, None, None, None), out_axes=1
+        rlax.vtrace_td_error_and_advantage, in_axes=(1, 1, 1, 1, 1, None, None), out_axes=1
     )
     rho = jnp.exp(log_rho)
-    out = estimate(values[:-1], values[1:], reward, discounts, rho, lambda_, clip_rho, clip_pg_rho)
+    out = estimate(values[:-1], values[1:], reward, discounts, rho, lambda_, clip_rho)
     target = out.errors + values[:-1]
     # Not rlax's advantage: there, lambda also mixes the next target with the next value.
     target_next = jnp.concatenate([target[1:], values[-1:]])
-    error = reward + discounts * target_next - values[:-1]
-    advantage = jnp.minimum(clip_pg_rho, rho) * error
+    advantage = reward + discounts * target_next - values[:-1]
     return Targets(jax.lax.stop_gradient(advantage), jax.lax.stop_gradient(target), keep)
 
 

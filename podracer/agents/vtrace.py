@@ -1,4 +1,6 @@
-"""IMPALA's actor-critic with V-trace targets, https://arxiv.org/abs/1802.01561."""
+"""IMPALA's actor-critic with V-trace targets, https://arxiv.org/abs/1802.01561, also with PPO's
+clipped objective.
+"""
 
 import dataclasses
 from typing import ClassVar
@@ -6,7 +8,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from podracer.agents import actor_critic, returns
+from podracer.agents import actor_critic, returns, surrogate
 from podracer.agents.settings import Settings
 from podracer.errors import ConfigError
 from podracer.learning import rollout
@@ -32,12 +34,20 @@ class Config:
     Attributes:
       lambda_: factor of the traces, in [0, 1]; 1 in the paper.
       clip_rho: rho-bar, the cap of the importance ratios in the temporal-difference errors.
-      clip_pg_rho: the cap of the importance ratio in the policy gradient.
+      clip_pg_rho: the cap of the importance ratio in the policy gradient; has no effect with a
+        clipped objective.
+      clip: the range in which the ratio of the probabilities of the policy and of the one that
+        acted may move, by PPO's objective, which allows several passes over an unroll; 0 learns by
+        the paper's policy gradient.
+      normalize_advantages: whether to standardise advantages over the minibatch of all devices (two
+        small all-reduces per gradient step).
     """
 
     lambda_: float = 1.0
     clip_rho: float = 1.0
     clip_pg_rho: float = 1.0
+    clip: float = 0.0
+    normalize_advantages: bool = False
 
     off_policy: ClassVar[bool] = True
     fixed: ClassVar[tuple[str, ...]] = ()
@@ -54,6 +64,8 @@ class Config:
                 "vtrace.clip_rho and vtrace.clip_pg_rho must be positive, got "
                 f"{self.clip_rho} and {self.clip_pg_rho}"
             )
+        if self.clip < 0:
+            raise ConfigError(f"vtrace.clip must be 0 (off) or positive, got {self.clip}")
 
 
 def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Agent:
@@ -88,25 +100,33 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
         _, policy, values = network.apply(params, carry, timestep.observation, timestep.first)
         distribution = network.distribution(jax.tree.map(lambda x: x[:-1], policy))
         log_prob = distribution.log_prob(action)
+        log_ratio = log_prob - behaviour_log_prob
         target = returns.vtrace(
             timestep,
             values,
-            jax.lax.stop_gradient(log_prob - behaviour_log_prob),
+            jax.lax.stop_gradient(log_ratio),
             discount=settings.discount,
             lambda_=config.lambda_,
             clip_rho=config.clip_rho,
-            clip_pg_rho=config.clip_pg_rho,
         )
+        advantage = target.advantage
+        if config.normalize_advantages:
+            advantage = surrogate.normalize(advantage, target.valid, devices.mean)
         # Invalid entries count as zeros, see ppo.py.
         means = {
             name: (target.valid * x).mean()
             for name, x in {
-                "policy": -target.advantage * log_prob,
                 "value": 0.5 * (values[:-1] - target.value) ** 2,
                 "entropy": distribution.entropy(),
-                "rho": jnp.exp(log_prob - behaviour_log_prob),
+                "rho": jnp.exp(log_ratio),
             }.items()
         }
+        advantage = target.valid * advantage
+        if config.clip:
+            means["policy"] = surrogate.clipped(log_ratio, advantage, config.clip)
+        else:
+            rho = jnp.minimum(config.clip_pg_rho, jnp.exp(jax.lax.stop_gradient(log_ratio)))
+            means["policy"] = -(rho * advantage * log_prob).mean()
         total = actor_critic.total_loss(settings, means)
         return total, LossAux({"total": total, **means})
 

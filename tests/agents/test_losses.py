@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from podracer import envs
-from podracer.agents import AGENTS, actor_critic, kl_penalty, ppo, returns, transitions
+from podracer.agents import AGENTS, actor_critic, kl_penalty, ppo, returns, surrogate, transitions
 from podracer.nets import actor_critic as nets
 from podracer.nets.q_network import make_q_network
 from podracer.types import ACTION_MASK, Devices, TimeStep
@@ -168,13 +168,19 @@ def test_ppo_normalises_advantages_that_are_far_from_zero():
     advantage = (5000 + rng.normal(size=(64, 8)) * 0.5).astype(np.float32)
     valid = np.ones_like(advantage)
     valid[:, 0] = 0
-    out = np.asarray(ppo._normalize(advantage, valid, lambda tree: tree))[:, 1:]
+    out = np.asarray(surrogate.normalize(advantage, valid, lambda tree: tree))[:, 1:]
     assert abs(out.mean()) < 1e-2
     assert abs(out.std() - 1) < 1e-2
 
 
-def test_vtrace_is_the_actor_critic_of_the_paper():
-    agent, network, params = make("vtrace", discount=0.9)
+@pytest.mark.parametrize(
+    ("clip", "normalize"),
+    [(0.0, False), (0.2, False), (0.2, True), (0.0, True)],
+    ids=["policy gradient", "clipped", "clipped, normalised", "normalised"],
+)
+def test_vtrace_is_the_actor_critic_of_the_paper(clip, normalize):
+    changes = {"vtrace__clip": clip, "vtrace__normalize_advantages": normalize}
+    agent, network, params = make("vtrace", discount=0.9, **changes)
     rng = np.random.default_rng(3)
     stream = references.random_stream(rng, 12, 5, next_step=True, truncate=0.5)
     observation = rng.normal(size=(13, 5, 1)).astype(np.float32)
@@ -187,9 +193,14 @@ def test_vtrace_is_the_actor_critic_of_the_paper():
     p, values = softmax(np.asarray(logits[:-1])), np.asarray(values)
     log_prob = np.log(np.take_along_axis(p, action[..., None], -1))[..., 0]
     rho = np.exp(log_prob - behaviour)
-    advantage, target = references.vtrace(stream, values, rho, 0.9, 1.0, 1.0, 1.0)
+    advantage, target = references.vtrace(stream, values, rho, 0.9, 1.0, 1.0)
     valid = np.asarray(returns.valid(timestep))
-    policy = -(valid * advantage * log_prob).mean()
+    if normalize:
+        advantage = (advantage - advantage[valid].mean()) / advantage[valid].std()
+    gain = np.minimum(rho, 1) * advantage * log_prob
+    if clip:
+        gain = np.minimum(rho * advantage, np.clip(rho, 1 - clip, 1 + clip) * advantage)
+    policy = -(valid * gain).mean()
     value = 0.5 * (valid * (values[:-1] - target) ** 2).mean()
     entropy = -(valid * (p * np.log(p)).sum(-1)).mean()
     assert 0 < valid.mean() < 1

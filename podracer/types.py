@@ -34,7 +34,8 @@ class TimeStep(struct.PyTreeNode):
 
     Attributes:
       observation: ``[..., *shape]``, or a dictionary of arrays, see ``Spec``.
-      reward: ``[...]`` float32, of the transition t-1 -> t; 0 where the episode has just begun.
+      reward: ``[...]`` float32, of the transition t-1 -> t, also where it ended an episode and this
+        observation opens the next one; 0 after a reset alone.
       discount: ``[...]`` float32, 0 if the transition t-1 -> t terminated the episode, else 1, also
         where the episode was truncated. The agent's discount factor is not included.
       first: ``[...]`` bool, whether this observation opens an episode.

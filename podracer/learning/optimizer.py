@@ -23,7 +23,8 @@ class OptimizerConfig:
       optimizer: "adam" or "rmsprop" (with epsilon inside the root, as in TensorFlow and IMPALA).
       learning_rate: learning rate of the first gradient step after the warm-up.
       anneal: whether the learning rate falls linearly to 0 over the run.
-      warmup: number of updates in which the learning rate first rises linearly from 0.
+      warmup: number of updates in which the learning rate first rises linearly from 0, from the
+        first one with gradient steps on.
       batch_rule: how the learning rate depends on the batch, that is, the transitions of a gradient
         step over all devices: not at all ("none"), or in proportion to the ratio of the batch to
         ``reference_batch`` ("linear", Goyal et al. 2017, https://arxiv.org/abs/1706.02677) or to
@@ -88,7 +89,9 @@ def _make_group(config: OptimizerConfig, factor: float) -> optax.GradientTransfo
     return optax.flatten(optax.chain(clip, scale))
 
 
-def make_schedule(config: OptimizerConfig, num_updates: int, batch: int) -> optax.Schedule:
+def make_schedule(
+    config: OptimizerConfig, num_updates: int, batch: int, begin: int = 0
+) -> optax.Schedule:
     """The factor of the learning rate in update n, see ``OptimizerConfig``.
 
     It depends on the number of the *update*: an optimizer's own count does not advance where a loss
@@ -98,10 +101,12 @@ def make_schedule(config: OptimizerConfig, num_updates: int, batch: int) -> opta
       config: settings of the learner.
       num_updates: number of updates of the run.
       batch: transitions of a gradient step, over all devices.
+      begin: number of updates before the first one with gradient steps.
     """
     factor = (batch / (config.reference_batch or batch)) ** BATCH_RULES[config.batch_rule]
+    end = begin + config.warmup if config.warmup else 0
     fall = (
-        optax.linear_schedule(factor, 0.0, max(1, num_updates - config.warmup))
+        optax.linear_schedule(factor, 0.0, max(1, num_updates - end))
         if config.anneal
         else optax.constant_schedule(factor)
     )
@@ -109,5 +114,5 @@ def make_schedule(config: OptimizerConfig, num_updates: int, batch: int) -> opta
         return fall
     # The rate of an update is the one at its end, so that the first update learns, too.
     step = factor / config.warmup
-    rise = optax.linear_schedule(step, factor, max(1, config.warmup - 1))
-    return optax.join_schedules([rise, fall], [config.warmup])
+    rise = optax.linear_schedule(step, factor, max(1, config.warmup - 1), transition_begin=begin)
+    return optax.join_schedules([rise, fall], [end])

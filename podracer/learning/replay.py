@@ -44,7 +44,7 @@ class ReplayConfig:
       gradient_steps: gradient steps after each unroll.
       priority_exponent: alpha of prioritised experience replay
         (https://arxiv.org/abs/1511.05952): items are drawn with a probability proportional to their
-        priority to this power; 0 draws uniformly.
+        priority to this power; 0 draws uniformly within each group of environments.
       importance_exponent: its beta: losses of items are weighted by their probability to the power
         of minus this, relative to the largest weight of the batch; ignored if items are drawn
         uniformly.

@@ -103,7 +103,7 @@ def make_source(prepare: Prepare, config: RolloutConfig, devices: Devices) -> So
             )
 
         def deal(key: Array) -> Array:
-            # The other key is that of gradient steps in earlier commits, whose shuffles are kept.
+            # Not the key itself, so that seeds give the same shuffles as in earlier versions.
             shuffle_key, _ = jax.random.split(key)
             return shuffle(shuffle_key, count, minibatches, devices.number())
 

@@ -79,7 +79,8 @@ def build(config: Config, spec: Spec, sizes: Sizes) -> Components:
         )
     settings = config.optimization
     optimizer = make_optimizer(settings, agent)
-    schedule = make_schedule(settings, sizes.num_updates, config.gradient_steps.transitions)
+    batch = config.gradient_steps.transitions
+    schedule = make_schedule(settings, sizes.num_updates, batch, agent.source.begin)
     update = make_update(agent, optimizer, schedule=schedule, devices=DEVICES)
     return Components(agent, optimizer, update)
 

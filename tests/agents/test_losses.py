@@ -213,9 +213,9 @@ def test_vtrace_is_the_actor_critic_of_the_paper(clip, normalize):
     np.testing.assert_allclose(loss, policy + 0.7 * value - 0.03 * entropy, rtol=1e-3)
 
 
-@pytest.mark.parametrize("double", [True, False])
-def test_dqn_bootstraps_from_the_best_legal_action(double):
-    config = make_config(agent="dqn", dqn__double=double, dqn__huber=0.0)
+@pytest.mark.parametrize(("double", "huber"), [(True, 1.0), (False, 0.0)])
+def test_dqn_bootstraps_from_the_best_legal_action(double, huber):
+    config = make_config(agent="dqn", dqn__double=double, dqn__huber=huber)
     env = envs.make_environment("dummy:masked", {}, {})
     agent = AGENTS["dqn"].make(env.spec, config.settings, config.agent_config, Devices())
     network = make_q_network(env.spec, config.network, dueling=False)
@@ -229,12 +229,13 @@ def test_dqn_bootstraps_from_the_best_legal_action(double):
     observation = {"sign": rng.choice([-1.0, 1.0], (2, ITEMS, 1)), ACTION_MASK: mask}
     reward = rng.normal(size=ITEMS).astype(np.float32)
     discount = rng.uniform(0, 1, ITEMS).astype(np.float32)
-    ones = np.ones(ITEMS, np.float32)
+    importance = rng.uniform(0.1, 1, ITEMS).astype(np.float32)
+    valid = (rng.random(ITEMS) < 0.8).astype(np.float32)
     batch = transitions.Batch(
         jax.tree.map(jnp.asarray, observation),
         mask[0].argmax(-1),
-        returns.NStep(reward, discount, np.ones(ITEMS, int), ones),
-        ones,
+        returns.NStep(reward, discount, np.ones(ITEMS, int), valid),
+        importance,
     )
     state = types.SimpleNamespace(target=target)
     q, q_target = (
@@ -247,8 +248,11 @@ def test_dqn_bootstraps_from_the_best_legal_action(double):
         best = max(legal, key=lambda a: (q if double else q_target)[1, i, a])
         unmasked += len(legal) < 4
         value = reward[i] + discount[i] * q_target[1, i, best]
-        errors[i] = value - q[0, i, mask[0, i].argmax()]
+        errors[i] = valid[i] * (value - q[0, i, mask[0, i].argmax()])
+    large = np.abs(errors) > (huber or np.inf)
+    losses = np.where(large, huber * (np.abs(errors) - 0.5 * huber), 0.5 * errors**2)
+    assert 0 < large.sum() < ITEMS or not huber
     loss, aux = agent.loss(params, state, batch, None)
-    np.testing.assert_allclose(loss, 0.5 * (errors**2).mean(), rtol=1e-4)
+    np.testing.assert_allclose(loss, (importance * losses).mean(), rtol=1e-4)
     np.testing.assert_allclose(aux.priorities, np.abs(errors), rtol=1e-3, atol=1e-4)
     assert unmasked > ITEMS / 2

@@ -1,4 +1,4 @@
-"""Exploration by epsilon, a different one in each environment."""
+"""Exploration by epsilon, a different one in each environment, and target networks."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from podracer import envs
-from podracer.agents import dqn
+from podracer.agents import AGENTS, dqn
 from podracer.types import Devices, TimeStep
 from tests.helpers import make_config
 
@@ -46,3 +46,15 @@ def test_environments_explore_by_their_own_epsilon():
     np.testing.assert_allclose(shares, 1, atol=0.05)
     shares, _ = shares_of_random_actions(0.4, carry, greedy=True)
     assert shares.mean() == pytest.approx(0.1, abs=0.01)
+
+
+@pytest.mark.parametrize("agent", ["dqn", "r2d2"])
+def test_target_networks_are_copied_after_their_period(agent):
+    config = make_config(agent=agent, **{f"{agent}__target_period": 3})
+    spec = envs.make_environment("dummy:sign", {}, {}).spec
+    made = AGENTS[agent].make(spec, config.settings, config.agent_config, Devices())
+    target, copied = {"x": jnp.zeros(())}, []
+    for step in range(1, 8):
+        target = made.target.update(target, {"x": jnp.float32(step)}, {}, jnp.int32(step))
+        copied.append(float(target["x"]))
+    assert copied == [0, 0, 3, 3, 3, 6, 6]

@@ -152,9 +152,9 @@ def test_learning_rate_anneals_to_zero_over_the_run(stop_above):
     np.testing.assert_allclose(factors, expected, atol=1e-5)
 
 
-def factors(updates, **changes) -> list[float]:
+def factors(updates, begin=0, **changes) -> list[float]:
     """The factor of the learning rate in each update of a run, with batches of 400."""
-    schedule = optimizer_lib.make_schedule(config(**changes), updates, 400)
+    schedule = optimizer_lib.make_schedule(config(**changes), updates, 400, begin)
     return [float(schedule(jnp.int32(n))) for n in range(updates)]
 
 
@@ -178,6 +178,10 @@ def test_the_learning_rate_warms_up():
     np.testing.assert_allclose(factors(6, warmup=4, **linear), [1, 2, 3, 4, 4, 4])
     np.testing.assert_allclose(factors(6, warmup=2, anneal=True), [0.5, 1, 1, 0.75, 0.5, 0.25])
     np.testing.assert_allclose(factors(3, warmup=1), 1)
+    # While a replay buffer fills, nothing is learned.
+    np.testing.assert_allclose(factors(7, begin=3, warmup=2)[3:], [0.5, 1, 1, 1])
+    annealed = factors(8, begin=2, warmup=2, anneal=True)
+    np.testing.assert_allclose(annealed[2:], [0.5, 1, 1, 0.75, 0.5, 0.25])
 
 
 def _moved(state, w):

@@ -55,8 +55,8 @@ def test_a_full_disk_ends_in_exit_code_5(tmp_path, monkeypatch, capsys):
 def test_a_defective_device_ends_in_exit_code_6(tmp_path, monkeypatch, capsys):
     restore = Session.restore
 
-    def drifting(session, state, clock):
-        state, progress = restore(session, state, clock)
+    def drifting(session, *arguments):
+        state, progress = restore(session, *arguments)
 
         def spoil(x):
             parts = [s.data + (1.0 if s.device.id == 2 else 0.0) for s in x.addressable_shards]

@@ -3,7 +3,7 @@
     pip install flashbax==0.1.3
     python benchmarks/replay.py --items=131072
 
-Prints a JSON line for each of single transitions and sequences, drawn evenly and by priority:
+Prints a JSON line for each of single transitions and sequences, drawn uniformly and by priority:
 microseconds to add an unroll, to sample a batch, and to set the priorities of its items. As in
 training, many calls are part of one compiled program and a buffer is changed in its own memory.
 Rounds alternate between the two libraries.
@@ -45,7 +45,7 @@ class Library(NamedTuple):
       init: ``() -> state``.
       add: ``(state) -> state``, one more unroll of all environments.
       sample: ``(state, key) -> (batch, ticket)``.
-      assign: ``(state, ticket, priorities) -> state``; None if items are drawn evenly.
+      assign: ``(state, ticket, priorities) -> state``; None if items are drawn uniformly.
     """
 
     init: Callable[[], Any]

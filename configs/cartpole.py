@@ -6,7 +6,7 @@
     python -m podracer.sebulba --config=configs/cartpole.py --config.env=envpool:CartPole-v1
 
 Use a learning rate of 3e-4 for V-trace. At 1e-3 its return collapses in the middle of training: on
-Anakin it recovers before the end, on Sebulba it does not (seeds 0 and 1; one version of lag, four
+Anakin it recovers before the end, on Sebulba it does not (seeds 0 and 1; a lag of one update, four
 epochs). On a Sebulba host of 4 or 8 devices, which are split into 1 + 3 and 2 + 6, set
 ``num_envs`` to 48, because 32 environments cannot be divided among 3 or 6 learners.
 

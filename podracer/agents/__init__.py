@@ -3,7 +3,8 @@
 ``make(spec, settings, config, devices) -> Agent`` builds an agent with its network. ``Config`` also
 says what the rest of a run has to know before the agent is built:
 
-- ``off_policy``: whether the agent learns as well from experience of older weights, of any age.
+- ``off_policy``: whether the agent can learn from experience that was collected with older weights,
+  of any age.
 - ``fixed``: dotted keys of the settings that can't change when a run is resumed, besides those of
   every agent (``storage.compatibility``).
 - ``gradient_steps(settings) -> GradientSteps``: how an update is divided.

@@ -1,8 +1,8 @@
 """D4PG: distributed distributional deterministic policy gradients, https://arxiv.org/abs/1804.08617.
 
 An off-policy actor-critic for continuous actions: a deterministic policy that climbs the gradient
-of a critic, which learns the distribution of n-step returns; as in TF-Replicator
-(https://arxiv.org/abs/1902.00465), from states and from pixels.
+of a critic, which learns the distribution of n-step returns. It learns from states and from pixels,
+as in the paper of TF-Replicator (https://arxiv.org/abs/1902.00465).
 """
 
 import dataclasses

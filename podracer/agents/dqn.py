@@ -1,4 +1,4 @@
-"""Deep Q-learning, https://www.nature.com/articles/nature14236, with what Rainbow and Ape-X add.
+"""Deep Q-learning, https://www.nature.com/articles/nature14236, with some of Rainbow's extensions.
 
 n-step returns, double Q-learning (https://arxiv.org/abs/1509.06461), dueling networks, prioritised
 replay, and a different probability of random actions in each environment

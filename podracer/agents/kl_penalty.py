@@ -14,7 +14,7 @@ from podracer.types import Array, Params, Reduce, Target
 # is outside of these multiples of its target.
 FIRST_COEFFICIENT, FACTOR = 1.0, 1.5
 TOO_LOW, TOO_HIGH = 0.7, 1.3
-# From which multiple of the target on the second penalty grows, and how fast.
+# The second penalty begins at this multiple of the target, with this coefficient.
 CUTOFF, CUTOFF_COEFFICIENT = 2.0, 1000.0
 
 

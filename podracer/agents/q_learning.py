@@ -29,7 +29,8 @@ class QLearningConfig:
         single environment with probability epsilon.
       evaluation_epsilon: probability of a random action in evaluations with
         ``evaluation.greedy``.
-      target_period: gradient steps between two copies of the parameters to the target network.
+      target_period: gradient steps between two updates of the target network, which copy the
+        parameters.
       name: the agent's name, for errors.
     """
 

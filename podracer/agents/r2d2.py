@@ -1,9 +1,9 @@
 """Recurrent replay distributed DQN, https://openreview.net/forum?id=r1lyTjAqYX.
 
-Items are sequences that begin with the memory that the actor had there. Its first part, the
-*burn-in*, only refreshes that memory with the current parameters; the rest, the *trace*, is learned
-from with n-step double Q-learning of rescaled values. Sequences begin at every unroll, so that with
-a trace longer than an unroll neighbours overlap.
+An item is a sequence, stored with the actor's recurrent state at its beginning. The first part of
+the sequence, the *burn-in*, only refreshes that state with the current parameters; the rest, the
+*trace*, is learned from with n-step double Q-learning of rescaled values. Sequences begin at every
+unroll, so that with a trace longer than an unroll neighbours overlap.
 """
 
 import dataclasses

@@ -36,9 +36,9 @@ class Config:
       clip_rho: rho-bar, the cap of the importance ratios in the temporal-difference errors.
       clip_pg_rho: the cap of the importance ratio in the policy gradient; has no effect with a
         clipped objective.
-      clip: the range in which the ratio of the probabilities of the policy and of the one that
-        acted may move, by PPO's objective, which allows several passes over an unroll; 0 learns by
-        the paper's policy gradient.
+      clip: epsilon of PPO's clipped objective: how far the ratio of the probability of an action to
+        that under the policy that acted may move from 1, which allows several passes over an
+        unroll; 0 learns by the paper's policy gradient.
       normalize_advantages: whether to standardise advantages over the minibatch of all devices (two
         small all-reduces per gradient step).
     """

@@ -16,7 +16,7 @@ AgentSections: Any = dataclasses.make_dataclass(
     frozen=True,
 )
 
-# Agents that learn as well from experience of older weights.
+# Agents that can learn from experience that was collected with older weights, of any age.
 OFF_POLICY = tuple(name for name, agent in AGENTS.items() if agent.Config.off_policy)
 
 
@@ -29,8 +29,9 @@ class EvaluationConfig:
         ``Config.updates_per_call``); 0 evaluates only at the end.
       episodes: number of whole episodes of each evaluation.
       max_steps: the longest episode, in steps. A longer one counts with its return up to that step.
-      greedy: act without exploration: the most probable action, or the best one (except with
-        ``evaluation_epsilon``), or the policy's without noise; if false, act as in training.
+      greedy: act without exploration: PPO and V-trace take the most probable action, DQN and R2D2
+        the one of the highest value (except with probability ``evaluation_epsilon``), D4PG its
+        action without noise; if false, act as in training.
     """
 
     every: int = 0

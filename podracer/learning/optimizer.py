@@ -21,10 +21,11 @@ class OptimizerConfig:
 
     Attributes:
       optimizer: "adam" or "rmsprop" (with epsilon inside the root, as in TensorFlow and IMPALA).
-      learning_rate: learning rate of the first gradient step after the warm-up.
-      anneal: whether the learning rate falls linearly to 0 over the run.
-      warmup: number of updates in which the learning rate first rises linearly from 0, from the
-        first one with gradient steps on.
+      learning_rate: learning rate before ``batch_rule``, ``warmup`` and ``anneal``.
+      anneal: whether the learning rate falls linearly to 0 over the run: from the first update on,
+        even if that one has no gradient steps, or after the warm-up.
+      warmup: number of updates, counted from the first one with gradient steps, over which the
+        learning rate rises linearly.
       batch_rule: how the learning rate depends on the batch, that is, the transitions of a gradient
         step over all devices: not at all ("none"), or in proportion to the ratio of the batch to
         ``reference_batch`` ("linear", Goyal et al. 2017, https://arxiv.org/abs/1706.02677) or to
@@ -33,7 +34,8 @@ class OptimizerConfig:
       reference_batch: the batch that ``learning_rate`` was tuned for; must be 0 if ``batch_rule``
         is "none".
       epsilon: the optimizer's epsilon, which prevents a division by zero.
-      max_grad_norm: gradients are scaled down to this global norm; 0 turns clipping off.
+      max_grad_norm: gradients whose global norm exceeds this one are scaled down to it, separately
+        for each group of parameters; 0 turns clipping off.
     """
 
     optimizer: str
@@ -50,11 +52,12 @@ class OptimizerConfig:
             raise unknown("optimizer", self.optimizer, OPTIMIZERS)
         if self.batch_rule not in BATCH_RULES:
             raise unknown("batch_rule", self.batch_rule, BATCH_RULES)
-        if self.warmup < 0 or (self.batch_rule != "none") != (self.reference_batch > 0):
+        if self.warmup < 0:
+            raise ConfigError(f"warmup must not be negative, got {self.warmup}")
+        if (self.batch_rule != "none") != (self.reference_batch > 0):
             raise ConfigError(
-                "warmup must not be negative, and reference_batch must be positive with a "
-                "batch_rule and 0 without, got "
-                f"{self.warmup}, {self.reference_batch} and {self.batch_rule!r}"
+                "reference_batch must be positive if batch_rule is 'linear' or 'sqrt', and 0 if it "
+                f"is 'none'; got {self.reference_batch} and {self.batch_rule!r}"
             )
         if self.learning_rate <= 0 or self.epsilon <= 0 or self.max_grad_norm < 0:
             raise ConfigError(
@@ -98,7 +101,7 @@ def make_schedule(
     asks to skip gradient steps.
 
     Args:
-      config: settings of the learner.
+      config: settings of the optimizer.
       num_updates: number of updates of the run.
       batch: transitions of a gradient step, over all devices.
       begin: number of updates before the first one with gradient steps.

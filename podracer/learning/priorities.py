@@ -62,7 +62,7 @@ class Drawn(NamedTuple):
       env: number of the environment on this device.
       item: number of the item in its environment.
       priority: its priority, raised to ``priority_exponent``.
-      probability: with which a draw from all groups gives this item.
+      probability: the probability that a draw over all groups returns this item.
     """
 
     env: Array
@@ -98,7 +98,8 @@ def assign(priorities: Priorities, env: Array, item: Array, values: Array) -> Pr
       priorities: the present priorities.
       env: ``[n]``, numbers of environments on this device.
       item: ``[n]``, numbers of items in these environments.
-      values: ``[n]``, their new priorities; an item that occurs twice must have one value.
+      values: ``[n]``, their new priorities; an item that occurs twice must have the same
+        value each time.
     """
     row, place = jnp.divmod(item, priorities.items.shape[-1])
     items = priorities.items.at[env, row, place].set(values)

@@ -39,15 +39,16 @@ class ReplayConfig:
     Attributes:
       capacity: steps that are kept, over all environments and devices, rounded down to whole
         unrolls.
-      begin: steps that are collected before learning begins, over all environments.
+      begin: environment steps before learning begins, over all environments, rounded up to whole
+        unrolls; at least until each environment has an item.
       batch: items of a gradient step, over all devices.
       gradient_steps: gradient steps after each unroll.
       priority_exponent: alpha of prioritised experience replay
         (https://arxiv.org/abs/1511.05952): items are drawn with a probability proportional to their
         priority to this power; 0 draws uniformly within each group of environments.
-      importance_exponent: its beta: losses of items are weighted by their probability to the power
-        of minus this, relative to the largest weight of the batch; ignored if items are drawn
-        uniformly.
+      importance_exponent: beta of prioritised experience replay: losses of items are weighted by
+        their probability to the power of minus this, relative to the largest weight of the batch;
+        ignored if items are drawn uniformly.
     """
 
     capacity: int = 100_000
@@ -133,10 +134,11 @@ class Replay(NamedTuple):
         batch = trajectory.action.shape[1]
         if batch % self.layout.envs:
             raise ConfigError(
-                f"replay.batch={self.config.batch} is drawn from {self.layout.groups} groups of "
-                f"the {self.num_envs} environments (their greatest common divisor), which do not "
-                f"divide evenly over devices with {batch} environments each; use a number of "
-                f"devices that divides {self.layout.groups}, or another replay.batch"
+                f"replay.batch={self.config.batch} and the {self.num_envs} environments have the "
+                f"greatest common divisor {self.layout.groups}, so that batches are drawn from "
+                f"{self.layout.groups} groups of environments, which devices with {batch} "
+                f"environments each would have to split; use a number of devices that divides "
+                f"{self.layout.groups}, or another replay.batch"
             )
         priorities = priorities_lib.init(self.layout, batch)
         return ReplayState(self.ring.init(trajectory), priorities, jnp.zeros(batch))

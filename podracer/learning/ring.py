@@ -52,7 +52,7 @@ class Window(NamedTuple):
       timestep: ``[L+1, n, ...]`` without its observation, which is ``()``.
       action: ``[L+1, n, ...]``.
       extras: ``[L+1, n, ...]``.
-      carry: ``[n, ...]``, the carry before the unroll that an item begins with.
+      carry: ``[n, ...]``, the agent's carry before the unroll in which an item begins.
       importance: ``[n]`` float32, the factors of the items' losses.
       observe: ``(offsets [k] or [k, n]) -> observations [k, n, ...]`` at these steps of the items.
     """

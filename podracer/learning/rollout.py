@@ -98,8 +98,8 @@ def make_source(prepare: Prepare, config: RolloutConfig, devices: Devices) -> So
         if count % minibatches:
             raise ConfigError(
                 f"num_minibatches={minibatches} does not divide the {count} items a device learns "
-                "from (items are transitions, or whole environments for recurrent networks and "
-                "V-trace)"
+                "from (an item is a transition, or the whole unroll of an environment for "
+                "recurrent networks and V-trace)"
             )
 
         def deal(key: Array) -> Array:

@@ -135,10 +135,10 @@ class Replay(NamedTuple):
         if batch % self.layout.envs:
             raise ConfigError(
                 f"replay.batch={self.config.batch} and the {self.num_envs} environments have the "
-                f"greatest common divisor {self.layout.groups}, so that batches are drawn from "
-                f"{self.layout.groups} groups of environments, which devices with {batch} "
-                f"environments each would have to split; use a number of devices that divides "
-                f"{self.layout.groups}, or another replay.batch"
+                f"greatest common divisor {self.layout.groups}, so that batches are drawn from that "
+                f"many groups of environments, which devices with {batch} environments each would "
+                f"have to split; use a number of devices that divides {self.layout.groups}, or "
+                "another replay.batch"
             )
         priorities = priorities_lib.init(self.layout, batch)
         return ReplayState(self.ring.init(trajectory), priorities, jnp.zeros(batch))

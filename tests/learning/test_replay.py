@@ -298,5 +298,5 @@ def test_impossible_settings():
     four = replay.make_source(
         item(1), ReplayConfig(batch=1), Devices(), num_envs=4, unroll_length=T, frames=1
     )
-    with pytest.raises(ConfigError, match=r"1 groups of the 4 environments .* divides 1, or"):
+    with pytest.raises(ConfigError, match=r"4 environments .* divisor 1, .* divides 1, or"):
         four.init(world.unroll())

@@ -135,8 +135,8 @@ class Replay(NamedTuple):
         if batch % self.layout.envs:
             raise ConfigError(
                 f"replay.batch={self.config.batch} and the {self.num_envs} environments have the "
-                f"greatest common divisor {self.layout.groups}, so that batches are drawn from that "
-                f"many groups of environments, which devices with {batch} environments each would "
+                f"greatest common divisor {self.layout.groups}, so that batches are drawn from "
+                f"that many groups of environments, which devices with {batch} environments each would "
                 f"have to split; use a number of devices that divides {self.layout.groups}, or "
                 "another replay.batch"
             )

@@ -136,9 +136,9 @@ class Replay(NamedTuple):
             raise ConfigError(
                 f"replay.batch={self.config.batch} and the {self.num_envs} environments have the "
                 f"greatest common divisor {self.layout.groups}, so that batches are drawn from "
-                f"that many groups of environments, which devices with {batch} environments each would "
-                f"have to split; use a number of devices that divides {self.layout.groups}, or "
-                "another replay.batch"
+                f"that many groups of environments, which devices with {batch} environments each "
+                f"would have to split; use a number of devices that divides {self.layout.groups}, "
+                "or another replay.batch"
             )
         priorities = priorities_lib.init(self.layout, batch)
         return ReplayState(self.ring.init(trajectory), priorities, jnp.zeros(batch))

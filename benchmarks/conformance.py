@@ -28,7 +28,7 @@ from podracer import envs
 from podracer.agents import ppo
 from podracer.learning.learner import make_update
 from podracer.learning.optimizer import make_optimizer, make_schedule
-from podracer.types import ArrayTree, Devices, TimeStep, TrainState, Trajectory
+from podracer.types import ArrayTree, Devices, Discrete, TimeStep, TrainState, Trajectory
 
 ENV = "gymnax:CartPole-v1"
 ENVS, LENGTH, UPDATES, EPOCHS = 8, 128, 2, 4
@@ -42,7 +42,9 @@ class Recorded:
         self._env = envs.make_environment(ENV, {}, {})
 
     def action_space(self, params: None) -> spaces.Discrete:
-        return spaces.Discrete(self._env.spec.action.num_actions)
+        action = self._env.spec.action
+        assert isinstance(action, Discrete)
+        return spaces.Discrete(action.num_actions)
 
     def observation_space(self, params: None) -> spaces.Box:
         return spaces.Box(-np.inf, np.inf, self._env.spec.observation.shape)
@@ -67,7 +69,7 @@ def load(path: pathlib.Path) -> Any:
     unused["brax.envs.wrappers"] = types.ModuleType("wrappers")
     training.EpisodeWrapper = training.AutoResetWrapper = object  # type: ignore[attr-defined]
     with mock.patch.dict(sys.modules, unused), mock.patch("sys.path", [str(path), *sys.path]):
-        module = importlib.import_module("ppo")
+        module: Any = importlib.import_module("ppo")
     module.gymnax = types.SimpleNamespace(make=lambda name: (Recorded(), None))
     return module
 

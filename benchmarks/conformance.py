@@ -28,6 +28,7 @@ from podracer import envs
 from podracer.agents import ppo
 from podracer.learning.learner import make_update
 from podracer.learning.optimizer import make_optimizer, make_schedule
+from podracer.nets import actor_critic as nets
 from podracer.types import ArrayTree, Devices, Discrete, TimeStep, TrainState, Trajectory
 
 ENV = "gymnax:CartPole-v1"
@@ -63,11 +64,8 @@ class Recorded:
 
 def load(path: pathlib.Path) -> Any:
     """PureJaxRL's ``ppo`` module; what only its other algorithms need is left out."""
-    unused = {name: types.ModuleType(name) for name in ("brax", "brax.envs", "navix")}
-    unused["brax"].envs = unused["brax.envs"]  # type: ignore[attr-defined]
-    training = unused["brax.envs.wrappers.training"] = types.ModuleType("training")
-    unused["brax.envs.wrappers"] = types.ModuleType("wrappers")
-    training.EpisodeWrapper = training.AutoResetWrapper = object  # type: ignore[attr-defined]
+    names = ("brax", "brax.envs", "brax.envs.wrappers", "brax.envs.wrappers.training", "navix")
+    unused = {name: mock.MagicMock() for name in names}
     with mock.patch.dict(sys.modules, unused), mock.patch("sys.path", [str(path), *sys.path]):
         module: Any = importlib.import_module("ppo")
     module.gymnax = types.SimpleNamespace(make=lambda name: (Recorded(), None))
@@ -143,6 +141,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
 
     config = our_config()
     env = envs.make_environment(ENV, {}, {})
+    network = nets.make_network(env.spec, config.network)
     agent = ppo.make(env.spec, config.settings, config.ppo, Devices())
     optimizer = make_optimizer(config.optimization, agent)
     schedule = make_schedule(config.optimization, UPDATES, ENVS * LENGTH)
@@ -152,12 +151,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     train = TrainState(weights, (), optimizer.init(start), jnp.int32(0))
     for timestep, action in trajectories(last["metrics"]):
         assert (timestep.first[1:] == (timestep.discount[1:] == 0)).all(), "a truncated episode"
-        log_prob = jnp.stack(
-            [
-                jax.nn.log_softmax(logits(train.weights.params, x))[jnp.arange(ENVS), a]
-                for x, a in zip(timestep.observation[:-1], action, strict=True)
-            ]
-        )
+        now = (timestep.observation[:-1], timestep.first[:-1])
+        _, policy, _ = network.apply(train.weights.params, (), *now)
+        log_prob = network.distribution(policy).log_prob(action)
         trajectory = Trajectory(timestep, action, {"log_prob": log_prob}, carry)
         train, _, _ = update(train, (), trajectory, key)
     ours = train.weights.params
@@ -168,14 +164,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     result = {"change": largest(ours, start), "difference": largest(ours, theirs)}
     print(json.dumps(result))
     return result
-
-
-def logits(params: ArrayTree, x: jax.Array) -> jax.Array:
-    """The logits of observations ``[B, 4]``."""
-    layers = params["actor"]["torso"]["layers"]
-    for layer in (layers[0], layers[1]):
-        x = jnp.tanh(x @ layer["kernel"] + layer["bias"])
-    return x @ params["policy"]["logits"]["kernel"] + params["policy"]["logits"]["bias"]
 
 
 if __name__ == "__main__":

@@ -68,6 +68,12 @@ class Config:
 
     def gradient_steps(self, settings: Settings) -> GradientSteps:
         """See ``agents``."""
+        if self.penalised and settings.rollout.num_epochs < 2:
+            # In the only pass, the policy has hardly changed yet.
+            raise ConfigError(
+                "ppo.objective='kl_penalty' measures the divergence in the last pass over an "
+                f"unroll, and needs a num_epochs of at least 2, got {settings.rollout.num_epochs}"
+            )
         whole = settings.network.core != "none"
         return actor_critic.gradient_steps(settings, whole_unrolls=whole)
 

@@ -128,6 +128,11 @@ class Config(AgentSections):
         for key in ("updates_per_call", "stagger", "cpu_devices", "seed"):
             if getattr(self, key) < 0:
                 raise ConfigError(f"{key} must not be negative, got {getattr(self, key)}")
+        if self.whole_episodes and self.stagger:
+            raise ConfigError(
+                f"stagger={self.stagger} has no effect with whole_episodes, which begins each "
+                "unroll with new episodes; leave it at 0"
+            )
         if self.seed + self.num_seeds > 2**32:
             raise ConfigError(f"seed must be below 2^32, got {self.seed + self.num_seeds - 1}")
         # Built here once, so that their impossible settings are rejected before anything starts.

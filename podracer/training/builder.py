@@ -5,6 +5,7 @@ update to update, from the number of the update. The state therefore contains no
 run's random numbers depend on its seed alone.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ from podracer.learning.optimizer import make_optimizer, make_schedule
 from podracer.types import (
     Agent,
     Array,
+    ArrayTree,
     Devices,
     Environment,
     HostEnvironment,
@@ -105,10 +107,13 @@ def init_train_state(components: Components, key: Array) -> TrainState:
     """The learner's initial state, from the run's key."""
     agent = components.agent
     weights = agent.init(jax.random.fold_in(key, WEIGHTS))
-    target = (
-        () if agent.target is None else jax.tree.map(jnp.copy, agent.target.init(weights.params))
-    )
+    target = first_target(agent.target, weights)
     return TrainState(weights, target, components.optimizer.init(weights.params), jnp.int32(0))
+
+
+def first_target(target: Target | None, weights: Weights) -> ArrayTree:
+    """The target of an agent's first weights: in memory of its own, because steps donate both."""
+    return () if target is None else jax.tree.map(jnp.copy, target.init(weights.params))
 
 
 def with_weights(
@@ -122,16 +127,10 @@ def with_weights(
       target: of the agent.
       num_seeds: number of agents.
     """
-    train = train.replace(weights=weights)
-    if target is None:
-        return train
-    init = jax.vmap(target.init) if num_seeds > 1 else target.init
-
-    def place(new: Array, old: Array) -> Array:
-        # A copy, because steps donate weights and target.
-        return jax.device_put(jnp.copy(new), old.sharding)
-
-    return train.replace(target=jax.tree.map(place, init(weights.params), train.target))
+    first = partial(first_target, target)
+    new = jax.vmap(first)(weights) if num_seeds > 1 else first(weights)
+    placed = jax.tree.map(lambda x, old: jax.device_put(x, old.sharding), new, train.target)
+    return train.replace(weights=weights, target=placed)
 
 
 def update_keys(key: Array, step: Array) -> tuple[Array, Array]:

@@ -91,7 +91,8 @@ def test_ppo_is_equation_seven_with_value_and_entropy(value_clip):
 
 @pytest.mark.parametrize("target_kl", [0.01, 1.0], ids=["beyond the cutoff", "below it"])
 def test_the_kl_penalty_is_equation_eight_with_batch_ppo_s_cutoff(target_kl):
-    agent, network, params = make("ppo", ppo__objective="kl_penalty", ppo__target_kl=target_kl)
+    penalty = {"ppo__objective": "kl_penalty", "ppo__target_kl": target_kl, "num_epochs": 2}
+    agent, network, params = make("ppo", **penalty)
     x = random_items(np.random.default_rng(0))
     _, logits, _ = network.apply(params, (), x["observation"][None], np.zeros((1, ITEMS), bool))
     old = np.random.default_rng(1).normal(size=(ITEMS, 2)).astype(np.float32)
@@ -179,7 +180,13 @@ def test_ppo_normalises_advantages_that_are_far_from_zero():
     ids=["policy gradient", "clipped", "clipped, normalised", "normalised"],
 )
 def test_vtrace_is_the_actor_critic_of_the_paper(clip, normalize):
-    changes = {"vtrace__clip": clip, "vtrace__normalize_advantages": normalize}
+    # The first case caps the ratio of the policy gradient, the others do so as by default.
+    cap = 1.0 if clip or normalize else 1.3
+    changes = {
+        "vtrace__clip": clip,
+        "vtrace__normalize_advantages": normalize,
+        "vtrace__clip_pg_rho": cap,
+    }
     agent, network, params = make("vtrace", discount=0.9, **changes)
     rng = np.random.default_rng(3)
     stream = references.random_stream(rng, 12, 5, next_step=True, truncate=0.5)
@@ -197,7 +204,9 @@ def test_vtrace_is_the_actor_critic_of_the_paper(clip, normalize):
     valid = np.asarray(returns.valid(timestep))
     if normalize:
         advantage = (advantage - advantage[valid].mean()) / advantage[valid].std()
-    gain = np.minimum(rho, 1) * advantage * log_prob
+    assert (rho < cap).any()
+    assert (rho > cap).any()
+    gain = np.minimum(rho, cap) * advantage * log_prob
     if clip:
         gain = np.minimum(rho * advantage, np.clip(rho, 1 - clip, 1 + clip) * advantage)
     policy = -(valid * gain).mean()

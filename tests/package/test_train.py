@@ -75,6 +75,15 @@ def test_the_architecture_follows_from_the_environment(env, architecture):
         ({"ppo": {"clp": 0.1}}, r"unknown config key 'ppo\.clp'; did you mean ppo\.clip"),
         ({"total_steps": "many"}, "total_steps must be a whole number, got 'many'"),
         ({"profile": -1}, "profile=-1 must not be negative"),
+        ({"ppo": {"objective": "kl"}}, r"unknown ppo\.objective 'kl'"),
+        ({"ppo": {"objective": "kl_penalty"}}, r"needs a positive ppo\.target_kl, such as 0\.01"),
+        (
+            {"ppo": {"objective": "kl_penalty", "target_kl": 0.01}, "num_epochs": 1},
+            "needs a num_epochs of at least 2, got 1",
+        ),
+        ({"agent": "vtrace", "vtrace": {"clip": -0.1}}, r"vtrace\.clip must be 0 .*, got -0\.1"),
+        ({"agent": "dqn", "whole_episodes": True}, "whole_episodes=True is for agents that learn"),
+        ({"stagger": 3, "whole_episodes": True}, "stagger=3 has no effect with whole_episodes"),
     ],
 )
 def test_impossible_settings_are_rejected_before_anything_compiles(settings, message, monkeypatch):

@@ -37,6 +37,8 @@ R2D2 = {
     "r2d2__trace": 8,
     "r2d2__target_period": 5,
 }
+# So near a target that the coefficient of the penalty rises.
+PENALTY = {"ppo__objective": "kl_penalty", "ppo__target_kl": 1e-9, "num_epochs": 2}
 # Two optimizers, and target networks that move a little.
 D4PG = {
     **REPLAY,

@@ -12,6 +12,7 @@ from podracer.sebulba.threads import HangLimits
 from podracer.training.session import Session
 from tests.training.resuming import (
     D4PG,
+    PENALTY,
     R2D2,
     REPLAY,
     Stops,
@@ -47,7 +48,7 @@ def name_of(value) -> str:
         ),
         pytest.param({"normalize_rewards": True, "cpu_devices": 1}, marks=pytest.mark.slow),
         pytest.param(
-            {"ppo__objective": "kl_penalty", "ppo__target_kl": 0.01, "whole_episodes": True},
+            {**PENALTY, "whole_episodes": True},
             marks=pytest.mark.slow,
         ),
         pytest.param({"num_seeds": 2, **REPLAY}, marks=pytest.mark.slow),
@@ -220,6 +221,31 @@ def test_a_run_starts_from_the_weights_of_another(tmp_path, capsys):
         )
     with pytest.raises(errors.ConfigError, match="nowhere' is not a run"):
         anakin.train(resumable(), tmp_path / "y", init_from=tmp_path / "nowhere", quiet=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_targets_start_from_the_weights_of_another_run(seeds, tmp_path):
+    def train(changes, name, **options):
+        run = resumable(num_seeds=seeds, **changes)
+        result = anakin.train(run, tmp_path / name, quiet=True, **options)
+        found = last_arrays(tmp_path / name)
+        return result, [x for key, x in found.items() if key.startswith("rest/train/target/")]
+
+    start = {"seed": 7, "learning_rate": 1e-30, "total_steps": 16 * 8 * 3}
+    dqn = {**REPLAY, "dqn__target_period": 1000}
+    first, before = train(dqn, "dqn")
+    _, after = train({**dqn, **start}, "next dqn", init_from=tmp_path / "dqn")
+    for x, old, weights in zip(after, before, jax.tree.leaves(first.weights.params), strict=True):
+        np.testing.assert_allclose(x, weights, atol=1e-6)
+        assert (old != x).any()
+
+    # The coefficient of a penalty begins anew; a policy that does not change divides it by 1.5.
+    _, before = train(PENALTY, "ppo")
+    coefficient, divergence = train({**PENALTY, **start}, "next", init_from=tmp_path / "ppo")[1]
+    np.testing.assert_allclose(coefficient.ravel(), [1.5**-3] * seeds, rtol=1e-6)
+    assert (divergence == 0).all()
+    assert (before[0] > 1).all()
 
 
 def test_a_finished_run_whose_rows_are_lost_is_evaluated_again(tmp_path):

@@ -205,8 +205,8 @@ def draw_run(workdir: str | os.PathLike[str]) -> pathlib.Path | None:
     return path
 
 
-def save(figure: "Figure", out: str) -> list[str]:
-    """Writes ``out.png`` and ``out.svg`` and returns their paths.
+def save(figure: "Figure", out: str, suffixes: Sequence[str] = (".png", ".svg")) -> list[str]:
+    """Writes a file for each of the suffixes, as ``out.png``, and returns their paths.
 
     Raises:
       ConfigError: a file can't be written.
@@ -214,13 +214,14 @@ def save(figure: "Figure", out: str) -> list[str]:
     import matplotlib
 
     out = out.removesuffix(".png").removesuffix(".svg")
-    paths = [f"{out}.png", f"{out}.svg"]
+    paths = [f"{out}{suffix}" for suffix in suffixes]
     try:
         pathlib.Path(out).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(paths[0], dpi=200)
-        # Without a date and random identifiers, so that the same runs give the same file.
-        with matplotlib.rc_context({"svg.hashsalt": "podracer"}):
-            figure.savefig(paths[1], metadata={"Date": None})
+        for path in paths:
+            # An SVG without a date and random identifiers: the same runs give the same file.
+            with matplotlib.rc_context({"svg.hashsalt": "podracer"}):
+                metadata = {"Date": None} if path.endswith(".svg") else None
+                figure.savefig(path, dpi=200, metadata=metadata)
     except OSError as error:
         raise ConfigError(f"--out={out} is not writable: {error.strerror}") from error
     return paths

@@ -1,0 +1,99 @@
+"""Trains the shipped configs with several seeds and writes what they reach into docs/results.md.
+
+    python benchmarks/results.py SET ...
+
+trains what has no line in docs/results.jsonl yet of the tasks in these sets (``results_tasks.py``),
+appends a line for each run that has ended, and then writes docs/results.md, its figures and the
+table of README.md from all lines (``results_page.py``). What is interrupted is resumed by the same
+command. Without a set, it only writes the page.
+"""
+
+import argparse
+import os
+import pathlib
+import queue
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import results_lines
+import results_page
+from results_tasks import SETS, Task
+
+from podracer.errors import ExitCode
+
+FOLDER = results_lines.ROOT / "runs" / "results"
+
+
+def train(task: Task, seed: int, folder: pathlib.Path, cores: Sequence[int]) -> int:
+    """Trains a task with a seed on some cores, appends its line, and returns the exit code."""
+    workdir = folder / f"{task.name}-{seed}"
+    command = task.command(seed)
+    shown = shlex.join(["python", *command])
+    print(shown, flush=True)
+    pinned = ["taskset", "--cpu-list", ",".join(map(str, cores)), sys.executable, *command]
+    process = subprocess.run([*pinned, "--quiet", f"--workdir={workdir}"], cwd=results_lines.ROOT)
+    if process.returncode == ExitCode.OK:
+        line = results_lines.read_line(task.name, seed, shown, len(cores), workdir)
+        results_lines.append(line)
+        print(f"return {line.episode_return:.4g} in {line.seconds:.0f} s: {shown}", flush=True)
+    return process.returncode
+
+
+def train_all(tasks: Iterable[Task], folder: pathlib.Path, jobs: int) -> int:
+    """Trains the seeds of tasks that have no line.
+
+    Args:
+      tasks: the tasks.
+      folder: where the workdirs of runs are.
+      jobs: number of runs at a time, each on its share of the cores.
+
+    Returns:
+      0, or the largest exit code of the runs that failed; the others are trained all the same, but
+      after an interrupt no further ones.
+    """
+    done = {(line.task, line.seed) for line in results_lines.read_lines()}
+    runs = [(task, seed) for task in tasks for seed in range(task.seeds)]
+    cores = sorted(os.sched_getaffinity(0))
+    if not 1 <= jobs <= len(cores):
+        raise SystemExit(f"--jobs={jobs} must be at least 1 and at most the {len(cores)} cores")
+    shares: queue.SimpleQueue[Sequence[int]] = queue.SimpleQueue()
+    for i in range(jobs):
+        shares.put(cores[i::jobs])
+
+    def run(task: Task, seed: int) -> int:
+        share = shares.get()
+        try:
+            return train(task, seed, folder, share)
+        finally:
+            shares.put(share)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(run, *it) for it in runs if (it[0].name, it[1]) not in done]
+        try:
+            return max((future.result() for future in futures), default=0)
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)
+            return ExitCode.INTERRUPTED
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; ``argv`` excludes the program's name."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("sets", nargs="*", metavar="SET", help=f"of {', '.join(SETS)}")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, which share the cores")
+    parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="workdirs of the runs")
+    args = parser.parse_args(argv)
+    if unknown := set(args.sets) - SETS.keys():
+        parser.error(f"no set {', '.join(unknown)}; there are {', '.join(SETS)}")
+    code = train_all((task for name in args.sets for task in SETS[name]), args.folder, args.jobs)
+    results_page.write(results_lines.read_lines())
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""docs/results.md, its figures and the table of results in README.md, all made from the lines."""
+
+import pathlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from results_lines import ROOT, Line
+from results_tasks import SETS, Task
+
+from podracer.monitoring.curves import INTERVAL, MetricHistory, SeedGroup, mean_and_interval
+from podracer.monitoring.figures import RETURN, draw, save
+from podracer.monitoring.formatting import duration, mean_and_error, number
+
+PAGE, FIGURES, README = ROOT / "docs" / "results.md", ROOT / "docs" / "results", ROOT / "README.md"
+BEGIN, END = "<!-- made by benchmarks/results.py -->\n", "<!-- end of what it makes -->\n"
+
+INTRODUCTION = f"""{BEGIN}# Results
+
+Each row is a shipped config as it stands, trained with several seeds. The return is that of the
+final, greedy evaluation: the mean over seeds with the {INTERVAL} of this mean. The time is the
+mean wall-clock time of a run, compilation and evaluation included; steps per second leave out both.
+The lines that this page is made from, with all settings and versions, are in
+[results.jsonl](results.jsonl). The command of a row is that of seed 0; the others add
+`--config.seed=SEED`.
+
+    python benchmarks/results.py {" ".join(SETS)}
+
+trains what is missing and writes this page.
+"""
+
+HEADER = (
+    "| task | agent | return | seeds | reference | steps | time | steps/s | hardware |\n"
+    "|---|---|---|---|---|---|---|---|---|\n"
+)
+
+
+def by_task(lines: Sequence[Line]) -> dict[str, list[Line]]:
+    """The runs of each task, by seed."""
+    tasks: dict[str, list[Line]] = {}
+    for line in sorted(lines, key=lambda line: line.seed):
+        tasks.setdefault(line.task, []).append(line)
+    return tasks
+
+
+def agent(lines: Sequence[Line]) -> str:
+    """Name of the agent that a task's runs have trained."""
+    return lines[0].config["agent"]
+
+
+def row(task: Task, lines: Sequence[Line]) -> str:
+    """The row of a task in a table."""
+    mean, error = mean_and_interval(np.array([line.episode_return for line in lines]))
+    columns = (
+        task.title,
+        agent(lines),
+        mean_and_error(float(mean), None if error is None else float(error)),
+        str(len(lines)),
+        "; ".join(f"{x.value:g} ([{x.name}]({x.source}))" for x in task.references),
+        f"{lines[0].steps:,}",
+        duration(float(np.mean([line.seconds for line in lines]))),
+        number(round(float(np.mean([line.steps_per_second for line in lines])))),
+        ", ".join(sorted({line.hardware for line in lines})),
+    )
+    return f"| {' | '.join(columns)} |\n"
+
+
+def page(lines: Sequence[Line]) -> str:
+    """The text of docs/results.md."""
+    done, text = by_task(lines), INTRODUCTION
+    for name, tasks in SETS.items():
+        trained = [task for task in tasks if task.name in done]
+        if not trained:
+            continue
+        rows = "".join(row(task, done[task.name]) for task in trained)
+        commands = "".join(f"    {done[task.name][0].command}\n" for task in trained)
+        text += f"\n## `{name}`\n\n{HEADER}{rows}\n{commands}"
+        for title in titles(trained):
+            text += f"\n![{title}: returns of training]({FIGURES.name}/{figure(title).name}.svg)\n"
+    return text
+
+
+def readme_table(lines: Sequence[Line]) -> str:
+    """The part of README.md that shows some of the rows."""
+    done = by_task(lines)
+    tasks = [task for tasks in SETS.values() for task in tasks if task.top and task.name in done]
+    return BEGIN + HEADER + "".join(row(task, done[task.name]) for task in tasks) + END
+
+
+def titles(tasks: Iterable[Task]) -> list[str]:
+    """The environments of tasks, each once."""
+    return list(dict.fromkeys(task.title for task in tasks))
+
+
+def figure(title: str) -> pathlib.Path:
+    """The path of an environment's figure, without suffix."""
+    return FIGURES / title.lower().replace(" ", "_").replace(",", "")
+
+
+def curves(title: str, lines: Sequence[Line]) -> list[SeedGroup]:
+    """The learning curves of all tasks in an environment, labelled by agent and config."""
+    done = by_task(lines)
+    tasks = [task for tasks in SETS.values() for task in tasks if task.title == title]
+    return [
+        SeedGroup(f"{agent(done[task.name])}, {task.name}", [*map(history, done[task.name])])
+        for task in tasks
+        if task.name in done
+    ]
+
+
+def history(line: Line) -> MetricHistory:
+    """The learning curve of a line."""
+    return MetricHistory(
+        workdir=f"{line.task}-{line.seed}",
+        config=line.config,
+        seed=line.seed,
+        x={name: np.array(line.curve[name]) for name in ("step", "wall_time")},
+        value=np.array(line.curve["return"]),
+        num_nonfinite=0,
+        steps=line.steps,
+        total_steps=line.steps,
+        seconds=line.seconds,
+        steps_per_second=line.steps_per_second,
+    )
+
+
+def write(lines: Sequence[Line]) -> None:
+    """Writes the page, its figures and README's table."""
+    PAGE.write_text(page(lines))
+    before, _, rest = README.read_text().partition(BEGIN)
+    README.write_text(before + readme_table(lines) + rest.partition(END)[2])
+    done = by_task(lines)
+    for title in titles(task for tasks in SETS.values() for task in tasks if task.name in done):
+        save(draw(curves(title, lines), RETURN, ["step"]), str(figure(title)), [".svg"])

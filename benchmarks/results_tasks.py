@@ -1,0 +1,93 @@
+"""What is trained for docs/results.md: tasks, in sets, beside returns that others publish."""
+
+from typing import NamedTuple
+
+
+class Reference(NamedTuple):
+    """A return that others publish, whose it is, and the page that says so."""
+
+    value: float
+    name: str
+    source: str
+
+
+class Task(NamedTuple):
+    """A config that is trained with several seeds: one row of docs/results.md.
+
+    Attributes:
+      title: the environment, as people call it.
+      config: name of a config in ``configs/``.
+      architecture: "anakin" or "sebulba".
+      changes: further settings of its command, such as "agent=vtrace".
+      seeds: number of seeds, from 0.
+      references: returns to compare with.
+      top: whether README shows the row.
+    """
+
+    title: str
+    config: str
+    architecture: str = "anakin"
+    changes: tuple[str, ...] = ()
+    seeds: int = 5
+    references: tuple[Reference, ...] = ()
+    top: bool = False
+
+    @property
+    def name(self) -> str:
+        """The config and its changes, in a form that may name a folder."""
+        return "-".join([self.config, *self.changes]).replace("/", "_").replace(":", "_")
+
+    def command(self, seed: int) -> list[str]:
+        """The arguments after ``python`` of the run with this seed, without its workdir."""
+        changes = [*self.changes, *([f"seed={seed}"] if seed else [])]
+        config = f"--config=configs/{self.config}.py"
+        return ["-m", f"podracer.{self.architecture}", config, *(f"--config.{x}" for x in changes)]
+
+
+def gymnax(value: float) -> Reference:
+    """The return of a trained agent that gymnax lists."""
+    return Reference(value, "gymnax", "https://github.com/RobertTLange/gymnax")
+
+
+def zoo(value: float, agent: str = "PPO") -> Reference:
+    """The return of an agent of RL Baselines3 Zoo: one run each."""
+    source = "https://github.com/DLR-RM/rl-baselines3-zoo/blob/master/benchmark.md"
+    return Reference(value, f"{agent}, RL Baselines3 Zoo", source)
+
+
+MINATAR = {
+    "Breakout": gymnax(28),
+    "Asterix": gymnax(15),
+    "Freeway": gymnax(58),
+    "SpaceInvaders": gymnax(131),
+}
+
+
+def minatar(config: str) -> list[Task]:
+    """The four games by a config whose own game is Breakout."""
+    return [
+        Task(
+            f"MinAtar {game}",
+            config,
+            changes=() if game == "Breakout" else (f"env=gymnax:{game}-MinAtar",),
+            references=(reference,),
+            top=game == "Breakout",
+        )
+        for game, reference in MINATAR.items()
+    ]
+
+
+SETS: dict[str, list[Task]] = {
+    "classic": [
+        Task("CartPole", "cartpole", references=(gymnax(500),), top=True),
+        Task("CartPole", "cartpole_dqn", references=(gymnax(500),)),
+        Task("Pendulum", "pendulum", references=(gymnax(-130), zoo(-172))),
+        Task("Pendulum", "pendulum_d4pg", references=(gymnax(-130), zoo(-152, "DDPG")), top=True),
+    ],
+    "memory": [
+        Task("MemoryChain of 100 steps", "memory_chain"),
+        Task("MemoryChain of 100 steps", "memory_chain_r2d2", top=True),
+        Task("CartPole without velocities", "cartpole_r2d2"),
+    ],
+    "minatar": minatar("minatar_dqn"),
+}

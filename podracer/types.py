@@ -136,6 +136,8 @@ class Environment(NamedTuple):
         can't be drawn.
       observe: ``(observation) -> observation``, turns an observation of the suite's own environment
         into one as agents see it.
+      refresh: ``(key, state) -> state``, called before each unroll: prepares what is too expensive
+        to compute in each step. None if there is nothing to prepare.
     """
 
     spec: Spec
@@ -143,6 +145,7 @@ class Environment(NamedTuple):
     step: Callable[[Array, ArrayTree, Array], tuple[ArrayTree, TimeStep]]
     render: Callable[[ArrayTree], np.ndarray] | None = None
     observe: Callable[[ArrayTree], ArrayTree] = lambda observation: observation
+    refresh: Callable[[Array, ArrayTree], ArrayTree] | None = None
 
 
 class HostStep(NamedTuple):

@@ -22,8 +22,8 @@ from podracer.types import (
 )
 
 # The keys of environments are folded from the key of an unroll with their numbers, and those of its
-# resets with one that no environment has.
-RESET = 2**32 - 1
+# resets and of what is prepared for the unroll with numbers that no environment has.
+RESET, REFRESH = 2**32 - 1, 2**32 - 2
 
 
 class RolloutState(struct.PyTreeNode):
@@ -116,6 +116,9 @@ def unroll(
     """
     if whole_episodes:
         state = reset(env, agent, jax.random.fold_in(key, RESET), state.env_id)
+    if env.refresh is not None:
+        (refresh_key,) = env_keys(jax.random.fold_in(key, REFRESH), state.env_id, 1)
+        state = state.replace(env_state=jax.vmap(env.refresh)(refresh_key, state.env_state))
     # Keys are drawn for all steps at once, which is faster than in the loop.
     keys = env_keys(key, state.env_id, 2 * length)
     keys = keys.reshape(length, 2, -1)

@@ -2,9 +2,7 @@
 
 gymnax resets in the step in which an episode ends. That hides the final observation, from which a
 truncated episode bootstraps. So this adapter calls an environment's own ``step_env``, ``reset_env``
-and ``is_truncated``: a *terminated* episode is reset in the same step, as nothing follows its end;
-a *truncated* one first arrives at its true final observation and is reset in the next step, which
-ignores the action. ``returns.py`` has the rule that covers both.
+and ``is_truncated``, and ``autoreset.py`` resets it.
 """
 
 import dataclasses
@@ -18,23 +16,15 @@ from typing import Any
 from urllib.error import URLError
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from podracer.envs import spaces
+from podracer.envs.autoreset import Arrival, AutoresetState, Episodes, autoreset
 from podracer.errors import ConfigError, TransientError, check_kwargs, missing_extra, unknown
-from podracer.types import Array, ArrayTree, Environment, Spec, TimeStep
+from podracer.types import Array, ArrayTree, Environment, Spec
 
 # Only gymnax's drawing needs these, and they take longer to import than everything else together.
 PLOTTING = ("matplotlib.pyplot", "seaborn")
-
-
-class GymnaxState(struct.PyTreeNode):
-    """The environment's own state, and whether its episode was truncated on arriving at it."""
-
-    env: ArrayTree
-    truncated: Array
 
 
 def _defer(name: str) -> None:
@@ -119,14 +109,14 @@ def load(path: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Env
     return adapt(cls(**kwargs), path, params)
 
 
-def _make_render(env: Any, name: str, params: Any) -> Callable[[GymnaxState], np.ndarray]:
+def _make_render(env: Any, name: str, params: Any) -> Callable[[AutoresetState], np.ndarray]:
     """``(state) -> image`` with gymnax's own drawing code, which is imported when it is first used.
 
     The function raises ``ConfigError`` if gymnax can't draw the environment, or if a package that
     it needs is not installed.
     """
 
-    def render(state: GymnaxState) -> np.ndarray:
+    def render(state: AutoresetState) -> np.ndarray:
         # Classic control is drawn by pygame, which would otherwise open a screen and a sound card.
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
         os.environ.setdefault("SDL_AUDIODRIVER", "dummy")
@@ -192,36 +182,22 @@ def adapt(env: Any, name: str, changes: Mapping[str, Any]) -> Environment:
     def observe(observation: ArrayTree) -> ArrayTree:
         return _one_hot(space, observation)
 
-    def reset(key: Array) -> tuple[GymnaxState, TimeStep]:
+    def reset(key: Array) -> tuple[ArrayTree, ArrayTree]:
         observation, state = env.reset_env(key, params)
-        timestep = TimeStep(observe(observation), jnp.float32(0), jnp.float32(1), jnp.bool_(True))
-        return GymnaxState(state, jnp.bool_(False)), timestep
+        return observe(observation), state
 
-    def step(key: Array, state: GymnaxState, action_: Array) -> tuple[GymnaxState, TimeStep]:
-        step_key, reset_key = jax.random.split(key)
-        observation, env_state, reward, terminated, _ = env.step_env(
-            step_key, state.env, spaces.to_environment(action_, action), params
+    def step(key: Array, state: ArrayTree, action_: Array) -> tuple[Arrival, ArrayTree]:
+        observation, new, reward, terminated, _ = env.step_env(
+            key, state, spaces.to_environment(action_, action), params
         )
-        terminated = jnp.asarray(terminated, bool) & ~state.truncated
-        first = terminated | state.truncated
-        truncated = env.is_truncated(env_state, params) & ~first
-        restart = env.reset_env(reset_key, params)
-        observation, env_state = jax.tree.map(
-            lambda new, old: jnp.where(first, new, old), restart, (observation, env_state)
-        )
-        timestep = TimeStep(
-            observe(observation),
-            jnp.where(state.truncated, 0, reward).astype(jnp.float32),
-            1 - terminated.astype(jnp.float32),
-            first,
-        )
-        return GymnaxState(env_state, truncated), timestep
+        arrival = Arrival(observe(observation), reward, terminated, env.is_truncated(new, params))
+        return arrival, new
 
-    _, example = jax.eval_shape(reset, jax.random.key(0))
-    if not isinstance(example.observation, jax.ShapeDtypeStruct | dict):
+    observation, _ = jax.eval_shape(reset, jax.random.key(0))
+    if not isinstance(observation, jax.ShapeDtypeStruct | dict):
         raise ConfigError(
-            f"{name} observes a {type(example.observation).__name__}; agents observe an array or a "
+            f"{name} observes a {type(observation).__name__}; agents observe an array or a "
             "dictionary of arrays"
         )
-    render = _make_render(env, name, params)
-    return Environment(Spec(example.observation, action), reset, step, render, observe)
+    made = autoreset(Episodes(reset, step), Spec(observation, action))
+    return made._replace(render=_make_render(env, name, params), observe=observe)

@@ -2,7 +2,7 @@
 
     python benchmarks/scaling.py --config=benchmarks/scaling_breakout.py --num_seeds=3
 
-Its learning rate is not tuned; configs/breakout_minatar.py learns more.
+Its learning rate is not tuned; configs/minatar.py learns more.
 """
 
 from typing import Any

@@ -18,6 +18,7 @@ def get_config() -> ml_collections.ConfigDict:
     config = default_config()
     config.env = "envpool:gfootball/academy_empty_goal_close-v1"
     config.agent = "vtrace"
+    config.vtrace.clip = 0.0
     config.total_steps = 1_000_000
     config.num_envs = 48
     config.unroll_length = 32

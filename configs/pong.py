@@ -32,6 +32,7 @@ def get_config() -> ml_collections.ConfigDict:
         "max_episode_steps": 27_000,
     }
     config.agent = "vtrace"
+    config.vtrace.clip = 0.0
     config.total_steps = 8_000_000
     config.num_envs = 48
     config.unroll_length = 32

@@ -46,7 +46,7 @@ class Config:
     lambda_: float = 1.0
     clip_rho: float = 1.0
     clip_pg_rho: float = 1.0
-    clip: float = 0.0
+    clip: float = 0.2
     normalize_advantages: bool = False
 
     off_policy: ClassVar[bool] = True

@@ -53,9 +53,9 @@ def vtrace_loss(network, trajectory, params):
 def test_an_update_of_vtrace_is_that_of_rlax_and_optax(name):
     epochs = 3
     config = make_config(
-        agent="vtrace", discount=0.9, value_cost=0.7, entropy_cost=0.03, num_envs=B,
-        unroll_length=T, num_epochs=epochs, optimizer=name, learning_rate=0.01, anneal=False,
-        max_grad_norm=0.1,
+        agent="vtrace", vtrace__clip=0.0, discount=0.9, value_cost=0.7, entropy_cost=0.03,
+        num_envs=B, unroll_length=T, num_epochs=epochs, optimizer=name, learning_rate=0.01,
+        anneal=False, max_grad_norm=0.1,
     )  # fmt: skip
     spec = envs.make_environment("dummy:sign", {}, {}).spec
     agent = AGENTS["vtrace"].make(spec, config.settings, config.vtrace, Devices())

@@ -36,7 +36,7 @@ def test_cartpole_is_learned_by_the_command_of_the_readme(agent, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("config", "least"), [("memory_chain", 0.95), ("pendulum", -200), ("breakout_minatar", 20)]
+    ("config", "least"), [("memory_chain", 0.95), ("pendulum", -200), ("minatar", 20)]
 )
 def test_shipped_configs_reach_the_returns_that_they_promise(config, least, tmp_path):
     assert final_return(tmp_path, config=config) >= least
@@ -69,13 +69,12 @@ def test_cartpole_is_learned_with_every_seed(agent, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("agent", "learning_rate"), [("ppo", 1e-3), ("vtrace", 3e-4)])
-def test_cartpole_is_learned_by_sebulba_too(agent, learning_rate, tmp_path):
+@pytest.mark.parametrize("agent", ["ppo", "vtrace"])
+def test_cartpole_is_learned_by_sebulba_too(agent, tmp_path):
     score = final_return(
         tmp_path,
         "--config.env=envpool:CartPole-v1",
         f"--config.agent={agent}",
-        f"--config.learning_rate={learning_rate}",
         architecture="sebulba",
     )
     assert score >= 475

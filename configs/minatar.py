@@ -1,6 +1,6 @@
 """MinAtar Breakout, by PPO with an MLP, at PureJaxRL's settings.
 
-    python -m podracer.anakin --config=configs/breakout_minatar.py
+    python -m podracer.anakin --config=configs/minatar.py
 
 Result: final, greedy evaluations of 38.8, 45.5, 82.0 and 29.2 with seeds 0 to 3. Hardware: 2 cores
 of an AMD EPYC, 40 seconds, of which 13 to compile. benchmarks/README.md has other MinAtar games.

@@ -63,31 +63,39 @@ MINATAR = {
 }
 
 
-def minatar(config: str) -> list[Task]:
-    """The four games by a config whose own game is Breakout."""
+def minatar(config: str, *games: str, changes: tuple[str, ...] = ()) -> list[Task]:
+    """Some of the games by a config whose own game is Breakout."""
     return [
         Task(
             f"MinAtar {game}",
             config,
-            changes=() if game == "Breakout" else (f"env=gymnax:{game}-MinAtar",),
-            references=(reference,),
-            top=game == "Breakout",
+            changes=(*changes, *(() if game == "Breakout" else (f"env=gymnax:{game}-MinAtar",))),
+            references=(MINATAR[game],),
+            top=not changes,
         )
-        for game, reference in MINATAR.items()
+        for game in games
     ]
 
 
 SETS: dict[str, list[Task]] = {
     "classic": [
         Task("CartPole", "cartpole", references=(gymnax(500),), top=True),
+        Task("CartPole", "cartpole", changes=("agent=vtrace",), references=(gymnax(500),)),
         Task("CartPole", "cartpole_dqn", references=(gymnax(500),)),
+        Task("Acrobot", "acrobot", references=(gymnax(-80), zoo(-73.5))),
+        Task("MountainCar", "mountain_car", references=(gymnax(-118), zoo(-110))),
         Task("Pendulum", "pendulum", references=(gymnax(-130), zoo(-172))),
         Task("Pendulum", "pendulum_d4pg", references=(gymnax(-130), zoo(-152, "DDPG")), top=True),
     ],
     "memory": [
         Task("MemoryChain of 100 steps", "memory_chain"),
         Task("MemoryChain of 100 steps", "memory_chain_r2d2", top=True),
+        Task("CartPole without velocities", "cartpole_gru"),
         Task("CartPole without velocities", "cartpole_r2d2"),
     ],
-    "minatar": minatar("minatar_dqn"),
+    "minatar": [
+        *minatar("minatar", *MINATAR),
+        *minatar("minatar", "Breakout", "Asterix", changes=("agent=vtrace",)),
+        *minatar("minatar_dqn", *MINATAR),
+    ],
 }

@@ -2,8 +2,8 @@
 
     python -m podracer.anakin --config=configs/cartpole_gru.py
 
-Result: a final evaluation of 500, the maximum, with seeds 0 to 2. Hardware: one core of an AMD EPYC,
-TODO seconds.
+Result: a final evaluation of 500, the maximum, with seeds 0 to 2. Hardware: one core of an
+AMD EPYC beside other programs, 164 seconds, of which 20 to compile.
 """
 
 import ml_collections

@@ -20,8 +20,9 @@ class RolloutConfig:
       num_minibatches: gradient steps per pass.
       whole_episodes: whether each unroll begins new episodes, and only those that end within it are
         learned from, as in BatchPPO (https://arxiv.org/abs/1709.02878). An environment in which
-        none ends is learned from as if its unroll were the whole episode, bootstrapped at its end:
-        ``unroll_length`` should be the length of the longest episode.
+        none ends is learned from as if its unroll were the whole episode, bootstrapped at its end.
+        ``unroll_length`` should be the length of the longest episode and one more, because a
+        truncated episode shows its end one step later.
     """
 
     num_epochs: int

@@ -9,19 +9,16 @@ a weight, and the largest difference between the two results.
 """
 
 import argparse
-import importlib
 import json
 import pathlib
-import sys
-import types
 from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from gymnax.environments import spaces
+from purejaxrl import load
 
 from podracer import config as config_lib
 from podracer import envs
@@ -60,16 +57,6 @@ class Recorded:
         info = {"before": before, "after": timestep, "action": action}
         done = timestep.first
         return timestep.observation, (state, timestep), timestep.reward, done, info
-
-
-def load(path: pathlib.Path) -> Any:
-    """PureJaxRL's ``ppo`` module; what only its other algorithms need is left out."""
-    names = ("brax", "brax.envs", "brax.envs.wrappers", "brax.envs.wrappers.training", "navix")
-    unused = {name: mock.MagicMock() for name in names}
-    with mock.patch.dict(sys.modules, unused), mock.patch("sys.path", [str(path), *sys.path]):
-        module: Any = importlib.import_module("ppo")
-    module.gymnax = types.SimpleNamespace(make=lambda name: (Recorded(), None))
-    return module
 
 
 def peer_run(module: Any, updates: int) -> dict[str, Any]:
@@ -135,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("path", type=pathlib.Path, help="folder of a clone of PureJaxRL")
-    module = load(parser.parse_args(argv).path / "purejaxrl")
+    module = load(parser.parse_args(argv).path, lambda name: (Recorded(), None))
     first, last = peer_run(module, 0), peer_run(module, UPDATES)
     start, theirs = (our_params(run["runner_state"][0].params) for run in (first, last))
 

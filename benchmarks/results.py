@@ -37,7 +37,7 @@ def train(task: Task, seed: int, folder: pathlib.Path, cores: Sequence[int]) -> 
     process = subprocess.run([*pinned, "--quiet", f"--workdir={workdir}"], cwd=results_lines.ROOT)
     if process.returncode == ExitCode.OK:
         line = results_lines.read_line(task.name, seed, shown, len(cores), workdir)
-        results_lines.append(line)
+        results_lines.append(line, results_lines.LINES)
         print(f"return {line.episode_return:.4g} in {line.seconds:.0f} s: {shown}", flush=True)
     return process.returncode
 
@@ -54,7 +54,7 @@ def train_all(tasks: Iterable[Task], folder: pathlib.Path, jobs: int) -> int:
       0, or the largest exit code of the runs that failed; the others are trained all the same, but
       after an interrupt no further ones.
     """
-    done = {(line.task, line.seed) for line in results_lines.read_lines()}
+    done = {(line.task, line.seed) for line in results_lines.read_lines(results_lines.LINES)}
     runs = [(task, seed) for task in tasks for seed in range(task.seeds)]
     cores = sorted(os.sched_getaffinity(0))
     if not 1 <= jobs <= len(cores):
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := set(args.sets) - SETS.keys():
         parser.error(f"no set {', '.join(unknown)}; there are {', '.join(SETS)}")
     code = train_all((task for name in args.sets for task in SETS[name]), args.folder, args.jobs)
-    results_page.write(results_lines.read_lines())
+    results_page.write(*map(results_lines.read_lines, (results_lines.LINES, results_lines.PEERS)))
     return code
 
 

@@ -17,6 +17,8 @@ from podracer.storage.compatibility import flatten
 
 ROOT = pathlib.Path(__file__).parents[1]
 LINES = ROOT / "docs" / "results.jsonl"
+# Runs of other programs.
+PEERS = ROOT / "docs" / "results_peers.jsonl"
 # The most points of a run's learning curve in its line.
 POINTS = 50
 
@@ -53,16 +55,16 @@ class Line(NamedTuple):
     curve: dict[str, list[float]]
 
 
-def read_lines() -> list[Line]:
+def read_lines(path: pathlib.Path) -> list[Line]:
     """All lines; none if there is no file."""
-    if not LINES.exists():
+    if not path.exists():
         return []
-    return [Line(**json.loads(line)) for line in LINES.read_text().splitlines()]
+    return [Line(**json.loads(line)) for line in path.read_text().splitlines()]
 
 
-def append(line: Line) -> None:
+def append(line: Line, path: pathlib.Path) -> None:
     """Adds a line to the file."""
-    with LINES.open("a") as file:
+    with path.open("a") as file:
         file.write(json.dumps(line._asdict()) + "\n")
 
 

@@ -21,7 +21,9 @@ final, greedy evaluation: the mean over seeds with the {INTERVAL} of this mean. 
 mean wall-clock time of a run, compilation and evaluation included; steps per second leave out both.
 The lines that this page is made from, with all settings and versions, are in
 [results.jsonl](results.jsonl). The command of a row is that of seed 0; the others add
-`--config.seed=SEED`.
+`--config.seed=SEED`. A first run compiles, and those after it find the compiled program in the
+cache. Returns of PureJaxRL are those of its own code after as many steps, in training, from
+[results_peers.jsonl](results_peers.jsonl) (`python benchmarks/purejaxrl.py`).
 
     python benchmarks/results.py {" ".join(SETS)}
 
@@ -47,15 +49,28 @@ def agent(lines: Sequence[Line]) -> str:
     return lines[0].config["agent"]
 
 
-def row(task: Task, lines: Sequence[Line]) -> str:
-    """The row of a task in a table."""
+def episode_return(lines: Sequence[Line]) -> str:
+    """The mean return of runs that differ in their seeds, with its interval."""
     mean, error = mean_and_interval(np.array([line.episode_return for line in lines]))
+    return mean_and_error(float(mean), None if error is None else float(error))
+
+
+def references(task: Task, peers: Sequence[Line]) -> str:
+    """The returns to compare with: those that are published, and those of peers' runs."""
+    texts = [f"{x.value:g} ([{x.name}]({x.source}))" for x in task.references]
+    if lines := by_task(peers).get(task.peer):
+        texts.append(f"{episode_return(lines)} (PureJaxRL, {len(lines)} seeds)")
+    return "; ".join(texts)
+
+
+def row(task: Task, lines: Sequence[Line], peers: Sequence[Line]) -> str:
+    """The row of a task in a table."""
     columns = (
         task.title,
         agent(lines),
-        mean_and_error(float(mean), None if error is None else float(error)),
+        episode_return(lines),
         str(len(lines)),
-        "; ".join(f"{x.value:g} ([{x.name}]({x.source}))" for x in task.references),
+        references(task, peers),
         f"{lines[0].steps:,}",
         duration(float(np.mean([line.seconds for line in lines]))),
         number(round(float(np.mean([line.steps_per_second for line in lines])))),
@@ -64,14 +79,14 @@ def row(task: Task, lines: Sequence[Line]) -> str:
     return f"| {' | '.join(columns)} |\n"
 
 
-def page(lines: Sequence[Line]) -> str:
+def page(lines: Sequence[Line], peers: Sequence[Line]) -> str:
     """The text of docs/results.md."""
     done, text = by_task(lines), INTRODUCTION
     for name, tasks in SETS.items():
         trained = [task for task in tasks if task.name in done]
         if not trained:
             continue
-        rows = "".join(row(task, done[task.name]) for task in trained)
+        rows = "".join(row(task, done[task.name], peers) for task in trained)
         commands = "".join(f"    {done[task.name][0].command}\n" for task in trained)
         text += f"\n## `{name}`\n\n{HEADER}{rows}\n{commands}"
         for title in titles(trained):
@@ -79,11 +94,12 @@ def page(lines: Sequence[Line]) -> str:
     return text
 
 
-def readme_table(lines: Sequence[Line]) -> str:
+def readme_table(lines: Sequence[Line], peers: Sequence[Line]) -> str:
     """The part of README.md that shows some of the rows."""
     done = by_task(lines)
     tasks = [task for tasks in SETS.values() for task in tasks if task.top and task.name in done]
-    return BEGIN + HEADER + "".join(row(task, done[task.name]) for task in tasks) + END
+    rows = "".join(row(task, done[task.name], peers) for task in tasks)
+    return BEGIN + HEADER + rows + END
 
 
 def titles(tasks: Iterable[Task]) -> list[str]:
@@ -123,11 +139,11 @@ def history(line: Line) -> MetricHistory:
     )
 
 
-def write(lines: Sequence[Line]) -> None:
+def write(lines: Sequence[Line], peers: Sequence[Line]) -> None:
     """Writes the page, its figures and README's table."""
-    PAGE.write_text(page(lines))
+    PAGE.write_text(page(lines, peers))
     before, _, rest = README.read_text().partition(BEGIN)
-    README.write_text(before + readme_table(lines) + rest.partition(END)[2])
+    README.write_text(before + readme_table(lines, peers) + rest.partition(END)[2])
     done = by_task(lines)
     for title in titles(task for tasks in SETS.values() for task in tasks if task.name in done):
         save(draw(curves(title, lines), RETURN, ["step"]), str(figure(title)), [".svg"])

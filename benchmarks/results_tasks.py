@@ -21,6 +21,7 @@ class Task(NamedTuple):
       changes: further settings of its command, such as "agent=vtrace".
       seeds: number of seeds, from 0.
       references: returns to compare with.
+      peer: the task of the runs of another program to compare with, in docs/results_peers.jsonl.
       top: whether README shows the row.
     """
 
@@ -30,6 +31,7 @@ class Task(NamedTuple):
     changes: tuple[str, ...] = ()
     seeds: int = 5
     references: tuple[Reference, ...] = ()
+    peer: str = ""
     top: bool = False
 
     @property
@@ -71,6 +73,7 @@ def minatar(config: str, *games: str, changes: tuple[str, ...] = ()) -> list[Tas
             config,
             changes=(*changes, *(() if game == "Breakout" else (f"env=gymnax:{game}-MinAtar",))),
             references=(MINATAR[game],),
+            peer=f"purejaxrl-{game}-MinAtar" if config == "minatar" else "",
             top=not changes,
         )
         for game in games

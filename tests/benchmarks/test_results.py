@@ -37,14 +37,14 @@ def tasks(load):
 
 
 def test_the_page_and_the_readme_are_made_from_the_lines(lines, page):
-    read = lines.read_lines()
-    assert read
-    assert page.PAGE.read_text() == page.page(read)
-    assert page.readme_table(read) in page.README.read_text()
+    read = [lines.read_lines(path) for path in (lines.LINES, lines.PEERS)]
+    assert read[0]
+    assert page.PAGE.read_text() == page.page(*read)
+    assert page.readme_table(*read) in page.README.read_text()
 
 
 def test_the_figures_are_made_from_the_lines(lines, page, tasks, tmp_path, monkeypatch):
-    read = lines.read_lines()
+    read = lines.read_lines(lines.LINES)
     done = {line.task for line in read}
     committed = page.FIGURES
     names = [page.figure(title).name for title in page.titles(tasks[name] for name in done)]
@@ -54,7 +54,7 @@ def test_the_figures_are_made_from_the_lines(lines, page, tasks, tmp_path, monke
         monkeypatch.setattr(page, name, tmp_path / path.name)
         if name != "FIGURES":
             (tmp_path / path.name).write_text(path.read_text())
-    page.write(read)
+    page.write(read, lines.read_lines(lines.PEERS))
     for name in names:
         old, new = (folder / f"{name}.svg" for folder in (committed, page.FIGURES))
         # Other versions of matplotlib draw the same curves in other words.
@@ -64,7 +64,7 @@ def test_the_figures_are_made_from_the_lines(lines, page, tasks, tmp_path, monke
 
 def test_lines_are_of_todays_tasks_and_settings(lines, tasks):
     """What was trained with other settings than the config has now has to be trained again."""
-    read = lines.read_lines()
+    read = lines.read_lines(lines.LINES)
     assert len({(line.task, line.seed) for line in read}) == len(read)
     for line in read:
         task = tasks[line.task]
@@ -80,7 +80,7 @@ def test_lines_are_of_todays_tasks_and_settings(lines, tasks):
 
 
 def test_three_seeds_are_for_long_runs_only(lines, tasks):
-    for line in lines.read_lines():
+    for line in lines.read_lines(lines.LINES):
         assert tasks[line.task].seeds >= (3 if line.seconds > 1800 else 5)
 
 
@@ -92,7 +92,7 @@ def test_runs_are_trained_once_and_failures_have_no_line(
     good = task("CartPole", "cartpole", changes=SMALL, seeds=2)
     bad = task("CartPole", "cartpole", changes=("num_envs=0",), seeds=1)
     assert results.train_all([bad, good], tmp_path / "runs", jobs=1) == 2
-    read = lines.read_lines()
+    read = lines.read_lines(lines.LINES)
     assert [(line.task, line.seed) for line in read] == [(good.name, 0), (good.name, 1)]
     assert read[1].steps == 4_096
     assert read[1].config["network.hidden"] == [8]

@@ -36,10 +36,17 @@ def test_cartpole_is_learned_by_the_command_of_the_readme(agent, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("config", "least"), [("memory_chain", 0.95), ("pendulum", -200), ("minatar", 20)]
+    ("config", "arguments", "least"),
+    [
+        ("memory_chain", (), 0.95),
+        ("pendulum", (), -200),
+        ("mountain_car", (), -110),
+        # A fifth of its steps.
+        ("minatar", ("--config.total_steps=2_000_000",), 20),
+    ],
 )
-def test_shipped_configs_reach_the_returns_that_they_promise(config, least, tmp_path):
-    assert final_return(tmp_path, config=config) >= least
+def test_shipped_configs_reach_the_returns_that_they_promise(config, arguments, least, tmp_path):
+    assert final_return(tmp_path, *arguments, config=config) >= least
 
 
 @pytest.mark.slow

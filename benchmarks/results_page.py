@@ -16,7 +16,7 @@ BEGIN, END = "<!-- made by benchmarks/results.py -->\n", "<!-- end of what it ma
 
 INTRODUCTION = f"""{BEGIN}# Results
 
-Each row is a shipped config as it stands, trained with several seeds. The return is that of the
+Each row is a shipped config, with the changes that its command names. The return is that of the
 final, greedy evaluation: the mean over seeds with the {INTERVAL} of this mean. The time is the
 mean wall-clock time of a run, compilation and evaluation included; steps per second leave out both.
 The lines that this page is made from, with all settings and versions, are in
@@ -31,8 +31,8 @@ trains what is missing and writes this page.
 """
 
 HEADER = (
-    "| task | agent | return | seeds | reference | steps | time | steps/s | hardware |\n"
-    "|---|---|---|---|---|---|---|---|---|\n"
+    "| task | agent | config | return | seeds | reference | steps | time | steps/s | hardware |\n"
+    "|---|---|---|---|---|---|---|---|---|---|\n"
 )
 
 
@@ -68,6 +68,7 @@ def row(task: Task, lines: Sequence[Line], peers: Sequence[Line]) -> str:
     columns = (
         task.title,
         agent(lines),
+        f"`{task.config}.py`",
         episode_return(lines),
         str(len(lines)),
         references(task, peers),

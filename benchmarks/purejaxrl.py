@@ -74,6 +74,8 @@ def load(path: pathlib.Path, make: Callable[[str], Any]) -> Any:
     names = ("brax", "brax.envs", "brax.envs.wrappers", "brax.envs.wrappers.training", "navix")
     unused = {name: mock.MagicMock() for name in names}
     folder = str(path / "purejaxrl")
+    # Before: what is first imported under the patch is forgotten after it.
+    import_gymnax()
     with mock.patch.dict(sys.modules, unused), mock.patch("sys.path", [folder, *sys.path]):
         module: Any = importlib.import_module("ppo")
     module.gymnax = types.SimpleNamespace(make=make)

@@ -22,8 +22,6 @@ import results_lines
 import results_page
 from results_tasks import SETS, Task
 
-from podracer.errors import ExitCode
-
 FOLDER = results_lines.ROOT / "runs" / "results"
 
 
@@ -35,7 +33,7 @@ def train(task: Task, seed: int, folder: pathlib.Path, cores: Sequence[int]) -> 
     print(shown, flush=True)
     pinned = ["taskset", "--cpu-list", ",".join(map(str, cores)), sys.executable, *command]
     process = subprocess.run([*pinned, "--quiet", f"--workdir={workdir}"], cwd=results_lines.ROOT)
-    if process.returncode == ExitCode.OK:
+    if process.returncode == 0:
         line = results_lines.read_line(task.name, seed, shown, len(cores), workdir)
         results_lines.append(line, results_lines.LINES)
         print(f"return {line.episode_return:.4g} in {line.seconds:.0f} s: {shown}", flush=True)
@@ -75,8 +73,9 @@ def train_all(tasks: Iterable[Task], folder: pathlib.Path, jobs: int) -> int:
         try:
             return max((future.result() for future in futures), default=0)
         except KeyboardInterrupt:
+            # The runs have got the signal, too, and save themselves.
             pool.shutdown(cancel_futures=True)
-            return ExitCode.INTERRUPTED
+            return 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -59,7 +59,8 @@ def references(task: Task, peers: Sequence[Line]) -> str:
     """The returns to compare with: those that are published, and those of peers' runs."""
     texts = [f"{x.value:g} ([{x.name}]({x.source}))" for x in task.references]
     if lines := by_task(peers).get(task.peer):
-        texts.append(f"{episode_return(lines)} (PureJaxRL, {len(lines)} seed{'s' * (len(lines) > 1)})")
+        seeds = "one seed" if len(lines) == 1 else f"{len(lines)} seeds"
+        texts.append(f"{episode_return(lines)} (PureJaxRL, {seeds})")
     return "; ".join(texts)
 
 

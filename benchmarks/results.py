@@ -15,6 +15,7 @@ import queue
 import shlex
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,6 +23,8 @@ import results_lines
 import results_page
 from results_tasks import SETS, Task
 
+# Exit codes of runs that were stopped by a signal, see README.md.
+PREEMPTED, INTERRUPTED = 42, 130
 FOLDER = results_lines.ROOT / "runs" / "results"
 
 
@@ -49,8 +52,8 @@ def train_all(tasks: Iterable[Task], folder: pathlib.Path, jobs: int) -> int:
       jobs: number of runs at a time, each on its share of the cores.
 
     Returns:
-      0, or the largest exit code of the runs that failed; the others are trained all the same, but
-      after an interrupt no further ones.
+      0, or the largest exit code of the runs that failed. The others are trained all the same, but
+      none is begun after one was stopped by a signal.
     """
     done = {(line.task, line.seed) for line in results_lines.read_lines(results_lines.LINES)}
     runs = [(task, seed) for task in tasks for seed in range(task.seeds)]
@@ -61,12 +64,19 @@ def train_all(tasks: Iterable[Task], folder: pathlib.Path, jobs: int) -> int:
     for i in range(jobs):
         shares.put(cores[i::jobs])
 
+    stopped = threading.Event()
+
     def run(task: Task, seed: int) -> int:
+        if stopped.is_set():
+            return INTERRUPTED
         share = shares.get()
         try:
-            return train(task, seed, folder, share)
+            code = train(task, seed, folder, share)
         finally:
             shares.put(share)
+        if code in (PREEMPTED, INTERRUPTED):
+            stopped.set()
+        return code
 
     with ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(run, *it) for it in runs if (it[0].name, it[1]) not in done]
@@ -74,8 +84,8 @@ def train_all(tasks: Iterable[Task], folder: pathlib.Path, jobs: int) -> int:
             return max((future.result() for future in futures), default=0)
         except KeyboardInterrupt:
             # The runs have got the signal, too, and save themselves.
-            pool.shutdown(cancel_futures=True)
-            return 130
+            stopped.set()
+            return INTERRUPTED
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,7 +22,8 @@ mean wall-clock time of a run, compilation and evaluation included; steps per se
 The lines that this page is made from, with all settings and versions, are in
 [results.jsonl](results.jsonl). The command of a row is that of seed 0; the others add
 `--config.seed=SEED`. A first run compiles, and those after it find the compiled program in the
-cache. Returns of PureJaxRL are those of its own code after as many steps, in training, from
+cache. Other programs ran beside them, so that times are upper bounds. Returns of PureJaxRL are
+those of its own code after as many steps, in training, from
 [results_peers.jsonl](results_peers.jsonl) (`python benchmarks/purejaxrl.py`).
 
     python benchmarks/results.py {" ".join(SETS)}

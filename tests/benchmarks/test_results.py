@@ -104,6 +104,15 @@ def test_runs_are_trained_once_and_failures_have_no_line(
     assert results.train_all([good], tmp_path / "runs", jobs=1) == 0
 
 
+@pytest.mark.parametrize("code", [42, 130])
+def test_none_is_begun_after_one_was_stopped(code, results, load, tmp_path, monkeypatch):
+    begun = []
+    monkeypatch.setattr(results, "train", lambda task, seed, *_: begun.append(seed) or code)
+    task = load("results_tasks").Task("CartPole", "cartpole", changes=SMALL)
+    assert results.train_all([task], tmp_path, jobs=1) == 130
+    assert begun == [0]
+
+
 def test_curves_are_means_over_equal_spans_of_steps(lines, load):
     history = load("results_page").history
     steps = np.arange(10, 2_010, 10)

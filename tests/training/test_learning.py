@@ -90,7 +90,15 @@ def test_cartpole_is_learned_by_sebulba_too(agent, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "arguments", [(), ("--config.agent=vtrace", "--config.total_steps=4_000_000")]
+    "arguments",
+    [
+        (),
+        (
+            "--config.agent=vtrace",
+            "--config.learning_rate=6e-4",
+            "--config.total_steps=4_000_000",
+        ),
+    ],
 )
 def test_lunar_lander_is_learned(arguments, tmp_path):
     score = final_return(tmp_path, *arguments, architecture="sebulba", config="lunarlander")

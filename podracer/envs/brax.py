@@ -125,4 +125,5 @@ def adapt(env: Any, name: str, limits: Limits) -> Environment:
         return arrival, (after, steps)
 
     observation, _ = jax.eval_shape(reset, jax.random.key(0))
-    return autoreset(Episodes(reset, step), Spec(observation, box), cached=True)
+    made = autoreset(Episodes(reset, step), Spec(observation, box), cached=True)
+    return made._replace(observe=_observe)

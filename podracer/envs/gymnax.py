@@ -160,7 +160,7 @@ def _one_hot(space: Any, observation: ArrayTree) -> ArrayTree:
 
 
 def _ending(env: Any, state: ArrayTree, done: Array, params: Any) -> tuple[Array, Array]:
-    """Whether an episode terminated, and whether it was truncated; ``done`` is from ``step_env``."""
+    """Whether an episode terminated and whether it was truncated; ``step_env`` gave ``done``."""
     if old_gymnax.is_old(env):
         return old_gymnax.ending(env, state, done, params)
     return done, env.is_truncated(state, params)

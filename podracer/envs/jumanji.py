@@ -72,8 +72,8 @@ def _action_space(spec: Any, name: str) -> Discrete | Box:
         )
         return Box(tuple(spec.shape), low, high)
     raise ConfigError(
-        f"{name} has the actions {spec}; agents choose one of a number of actions, or real numbers "
-        "(jumanji's DiscreteArray or BoundedArray)"
+        f"{name} has actions of shape {spec.shape} in a {type(spec).__name__} of {spec.dtype}; "
+        "agents choose one of a number of actions (jumanji's DiscreteArray) or real numbers"
     )
 
 

@@ -47,7 +47,7 @@ def make(name: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Env
     changed = change_fields(env_id, defaults, params)
     if changed.view_size % 2 == 0 or changed.view_size < 3:
         raise ConfigError(
-            f"env_params.view_size of {env_id} must be an odd number from 3, got {changed.view_size}"
+            f"env_params.view_size of {env_id} must be odd and 3 or more, got {changed.view_size}"
         )
     env = import_suite("xminigrid.wrappers", "xminigrid").DirectionObservationWrapper(env)
     return adapt(env, changed, _tasks(xminigrid, env_id, **kwargs))

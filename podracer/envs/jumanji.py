@@ -149,5 +149,5 @@ def adapt(env: Any, name: str) -> Environment:
         return arrival, state
 
     observation, _ = jax.eval_shape(reset, jax.random.key(0))
-    made = autoreset(Episodes(reset, step), Spec(observation, action_space))
+    made = autoreset(Episodes(reset, step), Spec(observation, action_space), cached=True)
     return made._replace(render=_make_render(env), observe=observe)

@@ -105,5 +105,5 @@ def _adapt(navix: Any, env: Any, name: str, view: str) -> Environment:
 
     observation, _ = jax.eval_shape(reset, jax.random.key(0))
     spec = Spec(observation, spaces.action_space(env.action_space, name))
-    made = autoreset(Episodes(reset, step), spec)
+    made = autoreset(Episodes(reset, step), spec, cached=True)
     return made._replace(render=render, observe=lambda x: _observe(view, x))

@@ -112,4 +112,5 @@ def adapt(env: Any, params: Any, tasks: Any = None) -> Environment:
 
     observation, _ = jax.eval_shape(reset, jax.random.key(0))
     spec = Spec(observation, Discrete(env.num_actions(params)))
-    return autoreset(Episodes(reset, step), spec)._replace(render=render, observe=observe)
+    made = autoreset(Episodes(reset, step), spec, cached=True)
+    return made._replace(render=render, observe=observe)

@@ -1,0 +1,20 @@
+"""XLand-MiniGrid's empty room of 8 x 8 cells, entered anywhere, by PPO.
+
+    python -m podracer.anakin --config=configs/xminigrid_empty.py
+
+Result: TODO. Hardware: TODO.
+"""
+
+import ml_collections
+
+from podracer.config import default_config
+
+
+def get_config() -> ml_collections.ConfigDict:
+    config = default_config()
+    config.env = "xminigrid:MiniGrid-EmptyRandom-8x8"
+    config.total_steps = 500_000
+    config.num_envs = 32
+    config.unroll_length = 128
+    config.learning_rate = 1e-3
+    return config

@@ -22,26 +22,24 @@ from common import versions
 from podracer import envs
 from podracer.acting.unroll import random_actions
 from podracer.envs.autoreset import autoreset
-from podracer.types import Environment
-from podracer.xla_cpu import prng
 
 # The modules in which adapters call ``autoreset``, where not in the suite's own.
 MODULES = {"craftax": "gymnax", "playground": "brax"}
 
 
-def make(env_id: str, *, cached: bool) -> Environment:
+def make(env_id: str, *, cached: bool) -> Any:
     """The environment with starts that are cached or not, whatever its adapter has chosen."""
     suite = env_id.partition(":")[0]
     module = importlib.import_module(f"podracer.envs.{MODULES.get(suite, suite)}")
 
-    def chosen(episodes: Any, spec: Any, **_: Any) -> Environment:
+    def chosen(episodes: Any, spec: Any, **_: Any) -> Any:
         return autoreset(episodes, spec, cached=cached)
 
     with mock.patch.object(module, "autoreset", chosen):
         return envs.make_environment(env_id, {}, {})
 
 
-def make_unroll(env: Environment, num_envs: int, length: int) -> Callable[[Any, Any], Any]:
+def make_unroll(env: Any, num_envs: int, length: int) -> Callable[[Any, Any], Any]:
     """``(key, (state, timestep)) -> (state, timestep)`` after an unroll with random actions."""
 
     def step(carry: Any, key: Any) -> tuple[Any, None]:
@@ -65,8 +63,8 @@ def measure(env_id: str, num_envs: int, length: int, rounds: int) -> list[dict[s
     runs = {}
     for cached in (True, False):
         env = make(env_id, cached=cached)
-        start = jax.jit(jax.vmap(env.reset))(jax.random.split(prng.key(0), num_envs))
-        runs[cached] = partial(make_unroll(env, num_envs, length), prng.key(1)), start
+        start = jax.jit(jax.vmap(env.reset))(jax.random.split(jax.random.key(0), num_envs))
+        runs[cached] = partial(make_unroll(env, num_envs, length), jax.random.key(1)), start
     times: dict[bool, list[float]] = {True: [], False: []}
     # The first round compiles, and is not counted.
     for i in range(rounds + 1):

@@ -13,7 +13,7 @@ from podracer.config import default_config
 def get_config() -> ml_collections.ConfigDict:
     config = default_config()
     config.env = "craftax:Craftax-Classic-Symbolic-v1"
-    config.total_steps = 500_000
+    config.total_steps = 300_000
     config.num_envs = 64
     config.unroll_length = 64
     config.learning_rate = 3e-4

@@ -13,14 +13,15 @@ from podracer.config import default_config
 def get_config() -> ml_collections.ConfigDict:
     config = default_config()
     config.env = "playground:CartpoleBalance"
-    config.total_steps = 1_000_000
+    config.total_steps = 2_000_000
     config.num_envs = 64
     config.unroll_length = 64
-    config.learning_rate = 3e-4
+    config.learning_rate = 1e-3
     config.discount = 0.995
     config.entropy_cost = 0.0
     config.num_minibatches = 8
     config.normalize_observations = True
+    config.normalize_rewards = True
     config.network.initial_log_std = -0.5
     config.evaluation.episodes = 32
     return config

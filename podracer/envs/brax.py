@@ -85,8 +85,8 @@ def _observe(observation: ArrayTree) -> ArrayTree:
 def adapt(env: Any, name: str, limits: Limits) -> Environment:
     """Converts an environment with Brax's interface to an ``Environment``.
 
-    The state is Brax's own and the number of physical steps of the episode. Actions are in
-    [-1, 1]: environments whose actuators have other ranges scale them themselves.
+    The state is the arrays of Brax's own and the number of physical steps of the episode. Actions
+    are in [-1, 1]: environments whose actuators have other ranges scale them themselves.
 
     Args:
       env: an instance of the environment, without wrappers.
@@ -100,30 +100,38 @@ def adapt(env: Any, name: str, limits: Limits) -> Environment:
     ones = np.ones(env.action_size, np.float32)
     box = Box(ones.shape, -ones, ones)
 
+    shapes, structure = jax.tree.flatten(jax.eval_shape(env.reset, jax.random.key(0)))
+
+    # Without contacts, the state of MJX has arrays without elements, which Orbax can't save.
+    def pack(state: Any) -> list[Array]:
+        return [x for x in jax.tree.leaves(state) if x.size]
+
+    def unpack(arrays: list[Array]) -> Any:
+        rest = iter(arrays)
+        leaves = (next(rest) if x.size else jnp.zeros(x.shape, x.dtype) for x in shapes)
+        return structure.unflatten(leaves)
+
     def reset(key: Array) -> tuple[ArrayTree, ArrayTree]:
         state = env.reset(key)
-        return _observe(state.obs), (state, jnp.int32(0))
+        return _observe(state.obs), (pack(state), jnp.int32(0))
 
     def step(key: Array, state: ArrayTree, action: Array) -> tuple[Arrival, ArrayTree]:
-        before, steps = state
+        arrays, steps = state
         scaled = to_box(action, box)
 
-        def repeat(
-            carry: tuple[Any, Array, Array], _: None
-        ) -> tuple[tuple[Any, Array, Array], None]:
+        def repeat(carry: Any, _: None) -> tuple[Any, None]:
             before, reward, done = carry
-            # Brax writes to the dictionaries of the state that it is given, so this is a copy.
-            after = env.step(jax.tree.map(lambda x: x, before), scaled)
+            after = env.step(before, scaled)
             # What follows the end of an episode does not count.
             reward = jnp.where(done, reward, reward + after.reward)
             return (after, reward, done | (after.done != 0)), None
 
-        carry = (before, jnp.float32(0), jnp.bool_(False))
+        carry = (unpack(arrays), jnp.float32(0), jnp.bool_(False))
         (after, reward, done), _ = jax.lax.scan(repeat, carry, length=limits.action_repeat)
         steps = steps + limits.action_repeat
         arrival = Arrival(_observe(after.obs), reward, done, steps >= limits.episode_length)
-        return arrival, (after, steps)
+        return arrival, (pack(after), steps)
 
-    observation, _ = jax.eval_shape(reset, jax.random.key(0))
+    observation = jax.eval_shape(reset, jax.random.key(0))[0]
     made = autoreset(Episodes(reset, step), Spec(observation, box), cached=True)
     return made._replace(observe=_observe)

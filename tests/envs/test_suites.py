@@ -85,6 +85,8 @@ def test_observations_match_the_spec(env_id):
     assert jax.tree.structure(after) == jax.tree.structure(state)
     types = [[(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in (state, after)]
     assert types[0] == types[1]
+    # Orbax can't save an array without elements.
+    assert all(x.size for x in jax.tree.leaves(state))
     assert {x.dtype.name for x in jax.tree.leaves(timestep.observation)} <= {"float32", "bool"}
 
 

@@ -2,7 +2,8 @@
 
     python -m podracer.anakin --config=configs/navix_empty.py
 
-Result: TODO. Hardware: TODO.
+Result: a final evaluation of 1.0, the maximum, with seed 0. Hardware: one core of an AMD EPYC,
+shared with other programs, 45 seconds, of which 14 to compile.
 """
 
 import ml_collections

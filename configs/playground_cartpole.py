@@ -2,7 +2,8 @@
 
     python -m podracer.anakin --config=configs/playground_cartpole.py
 
-Result: TODO. Hardware: TODO.
+Result: a final evaluation of 999.7 of 1,000 with seed 0. Hardware: one core of an AMD EPYC, shared
+with other programs, 52 seconds, of which 37 to compile.
 """
 
 import ml_collections

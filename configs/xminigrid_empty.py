@@ -2,7 +2,9 @@
 
     python -m podracer.anakin --config=configs/xminigrid_empty.py
 
-Result: TODO. Hardware: TODO.
+Result: a final evaluation of 0.973 with seed 0, over 128 episodes; the reward is 1, less 0.9 times
+the used share of the time limit. Hardware: one core of an AMD EPYC, shared with other programs, 63
+seconds, of which 29 to compile.
 """
 
 import ml_collections

@@ -38,12 +38,15 @@ class Config(AgentSections):
     Attributes:
       env: the environment, as "suite:name" ("gymnax:CartPole-v1", "envpool:Pong-v5",
         "gymnasium:LunarLander-v3"), or as "module:Class" for a gymnax environment of your own.
+        Suites in JAX are gymnax, brax, craftax, jumanji, navix, playground and xminigrid; on the
+        host, envpool and gymnasium.
       env_kwargs: keyword arguments of the environment's constructor.
-      env_params: values for fields of a gymnax environment's parameters; other fields keep their
-        defaults. Of a Gymnasium environment that observes images, "channels" is the place of their
-        channels, "first" or "last"; without it they are last. "pixels" observes any Gymnasium
-        environment that can draw itself as gray images of this height and width, of which "frames"
-        (3 by default) are stacked.
+      env_params: values for fields of the environment's parameters, in suites that have them
+        (gymnax, craftax, playground, xminigrid); other fields keep their defaults. Of a Brax
+        environment, "episode_length" and "action_repeat". Of a Gymnasium environment that observes
+        images, "channels" is the place of their channels, "first" or "last"; without it they are
+        last. "pixels" observes any Gymnasium environment that can draw itself as gray images of
+        this height and width, of which "frames" (3 by default) are stacked.
       observed: of observations with one axis, the components that agents see, such as (0, 2) for
         CartPole without its velocities; () is all.
       agent: the algorithm: "ppo", "vtrace", "dqn", "r2d2" or "d4pg". Each has a section of that

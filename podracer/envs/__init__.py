@@ -4,13 +4,33 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from podracer.envs import dummy, envpool, gymnasium, gymnax
+from podracer.envs import (
+    brax,
+    craftax,
+    dummy,
+    envpool,
+    gymnasium,
+    gymnax,
+    jumanji,
+    navix,
+    playground,
+    xminigrid,
+)
 from podracer.envs.partial import observe_components
 from podracer.errors import ConfigError, unknown
 from podracer.types import Environment, HostEnvironment
 
 # Suites written in JAX, for Anakin, and suites of host environments, for Sebulba.
-SUITES: dict[str, Callable[..., Environment]] = {"gymnax": gymnax.make, "dummy": dummy.make}
+SUITES: dict[str, Callable[..., Environment]] = {
+    "gymnax": gymnax.make,
+    "brax": brax.make,
+    "craftax": craftax.make,
+    "jumanji": jumanji.make,
+    "navix": navix.make,
+    "playground": playground.make,
+    "xminigrid": xminigrid.make,
+    "dummy": dummy.make,
+}
 HOST_SUITES: dict[str, Callable[..., HostEnvironment]] = {
     "envpool": envpool.make,
     "gymnasium": gymnasium.make,

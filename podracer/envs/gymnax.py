@@ -1,11 +1,11 @@
-"""Environments of gymnax 1.0, and those that users write for it.
+"""Environments of gymnax 1.0, and those that users write for it or for earlier versions.
 
 gymnax resets in the step in which an episode ends. That hides the final observation, from which a
 truncated episode bootstraps. So this adapter calls an environment's own ``step_env``, ``reset_env``
-and ``is_truncated``, and ``autoreset.py`` resets it.
+and ``is_truncated``, and ``autoreset.py`` resets it. ``old_gymnax.py`` stands in for
+``is_truncated`` where an environment has none.
 """
 
-import dataclasses
 import importlib
 import importlib.util
 import os
@@ -18,7 +18,8 @@ from urllib.error import URLError
 import jax
 import numpy as np
 
-from podracer.envs import spaces
+from podracer.envs import old_gymnax, spaces
+from podracer.envs.arguments import change_fields
 from podracer.envs.autoreset import Arrival, AutoresetState, Episodes, autoreset
 from podracer.errors import ConfigError, TransientError, check_kwargs, missing_extra, unknown
 from podracer.types import Array, ArrayTree, Environment, Spec
@@ -78,7 +79,8 @@ def make(name: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Env
 
 
 def load(path: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Environment:
-    """A user's own environment: a subclass of ``gymnax.environments.environment.Environment``.
+    """A user's own environment: a subclass of ``gymnax.environments.environment.Environment``, or a
+    class with the interface that gymnax had before version 1.0.
 
     Args:
       path: import path, as "module:Class".
@@ -100,10 +102,11 @@ def load(path: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Env
         raise unknown(f"environment in module {module_name!r}", attribute, vars(module))
     cls = getattr(module, attribute)
     base = import_gymnax().environments.environment.Environment
-    if not (isinstance(cls, type) and issubclass(cls, base)):
+    if not (isinstance(cls, type) and (issubclass(cls, base) or old_gymnax.is_old(cls))):
         raise ConfigError(
             f"env={path!r} is not a gymnax environment; it must be a class derived from "
-            "gymnax.environments.environment.Environment (gymnax 1.0)"
+            "gymnax.environments.environment.Environment (gymnax 1.0), or one with "
+            f"{', '.join(old_gymnax.METHODS)} (earlier versions)"
         )
     check_kwargs(path, cls, kwargs)
     return adapt(cls(**kwargs), path, params)
@@ -156,26 +159,26 @@ def _one_hot(space: Any, observation: ArrayTree) -> ArrayTree:
     return observation if classes is None else jax.nn.one_hot(observation, classes)
 
 
-def adapt(env: Any, name: str, changes: Mapping[str, Any]) -> Environment:
+def _ending(env: Any, state: ArrayTree, done: Array, params: Any) -> tuple[Array, Array]:
+    """Whether an episode terminated and whether it was truncated; ``step_env`` gave ``done``."""
+    if old_gymnax.is_old(env):
+        return old_gymnax.ending(env, state, done, params)
+    return done, env.is_truncated(state, params)
+
+
+def adapt(env: Any, name: str, changes: Mapping[str, Any], *, cached: bool = False) -> Environment:
     """Converts a gymnax environment to an ``Environment``.
 
     Args:
-      env: an instance of the environment.
+      env: an instance of the environment, of gymnax 1.0 or with the earlier interface.
       name: name of the environment, for errors.
       changes: values for fields of its parameters; other fields keep their defaults.
+      cached: see ``autoreset``.
 
     Raises:
       ConfigError: no such parameter, or a space that agents can't act in or observe.
     """
-    defaults = env.default_params
-    known = {field.name for field in dataclasses.fields(defaults)}
-    for key, value in changes.items():
-        if key not in known:
-            raise unknown(f"parameter of {name} in env_params", key, known)
-        default = getattr(defaults, key)
-        if not np.can_cast(np.asarray(value).dtype, np.asarray(default).dtype, "same_kind"):
-            raise ConfigError(f"env_params.{key} of {name} is {default!r}, got {value!r}")
-    params = defaults.replace(**changes)
+    params = change_fields(name, env.default_params, changes)
     action = spaces.action_space(env.action_space(params), name)
     space = env.observation_space(params)
 
@@ -187,11 +190,10 @@ def adapt(env: Any, name: str, changes: Mapping[str, Any]) -> Environment:
         return observe(observation), state
 
     def step(key: Array, state: ArrayTree, action_: Array) -> tuple[Arrival, ArrayTree]:
-        observation, new, reward, terminated, _ = env.step_env(
+        observation, new, reward, done, _ = env.step_env(
             key, state, spaces.to_environment(action_, action), params
         )
-        arrival = Arrival(observe(observation), reward, terminated, env.is_truncated(new, params))
-        return arrival, new
+        return Arrival(observe(observation), reward, *_ending(env, new, done, params)), new
 
     observation, _ = jax.eval_shape(reset, jax.random.key(0))
     if not isinstance(observation, jax.ShapeDtypeStruct | dict):
@@ -199,5 +201,5 @@ def adapt(env: Any, name: str, changes: Mapping[str, Any]) -> Environment:
             f"{name} observes a {type(observation).__name__}; agents observe an array or a "
             "dictionary of arrays"
         )
-    made = autoreset(Episodes(reset, step), Spec(observation, action))
+    made = autoreset(Episodes(reset, step), Spec(observation, action), cached=cached)
     return made._replace(render=_make_render(env, name, params), observe=observe)

@@ -36,6 +36,17 @@ def test_anakin(load, capsys):
     assert result["versions"].keys() == {"podracer", "jax", "flax"}
 
 
+def test_resets(load, capsys):
+    pytest.importorskip("jumanji", reason="the suite is not installed: pip install -e '.[jumanji]'")
+    resets = load("resets")
+    assert resets.make("jumanji:Snake-v1", cached=True).refresh is not None
+    assert resets.make("jumanji:Snake-v1", cached=False).refresh is None
+    resets.main(["--env=jumanji:Snake-v1", "--num_envs=2", "--unroll_length=2", "--rounds=1"])
+    results = printed(capsys)
+    assert [result["cached"] for result in results] == [True, False]
+    assert all(result["steps_per_second"] > 0 for result in results)
+
+
 def test_convolution(load, capsys):
     load("convolution").main(["--torso=minatar", "--batch=2", "--rounds=1"])
     results = printed(capsys)

@@ -52,7 +52,12 @@ def test_a_shipped_config_fits_its_environment(name):
     path = command_line.shipped_configs()[name]
     config = config_lib.parse(runpy.run_path(str(path))["get_config"]())
     on_host = envs.architecture(config.env) == "sebulba"
-    sizes = prepare_on_host(config) if on_host else prepare(config).sizes
+    try:
+        sizes = prepare_on_host(config) if on_host else prepare(config).sizes
+    except ConfigError as error:
+        if "packages that are not installed" not in str(error):
+            raise
+        pytest.skip(str(error))
     assert 0 <= sizes.total_steps - config.total_steps < 0.1 * config.total_steps
 
 

@@ -1,0 +1,24 @@
+"""Craftax-Classic with symbolic observations, by PPO.
+
+    python -m podracer.anakin --config=configs/craftax_classic.py
+
+Result: TODO. Hardware: TODO.
+"""
+
+import ml_collections
+
+from podracer.config import default_config
+
+
+def get_config() -> ml_collections.ConfigDict:
+    config = default_config()
+    config.env = "craftax:Craftax-Classic-Symbolic-v1"
+    config.total_steps = 300_000
+    config.num_envs = 64
+    config.unroll_length = 64
+    config.learning_rate = 3e-4
+    config.num_minibatches = 8
+    config.network.hidden = (256, 256)
+    config.evaluation.episodes = 16
+    config.evaluation.max_steps = 1_000
+    return config

@@ -2,8 +2,8 @@
 
     python -m podracer.anakin --config=configs/brax_ant.py
 
-Result: a final evaluation of 2,306 with seed 0, when the return was still rising. Hardware: one core
-of an AMD EPYC, shared with many other programs, 6.4 minutes, of which 4.4 to compile.
+Result: a final evaluation of 2,306 with seed 0, when the return was still rising. Hardware: one
+core of an AMD EPYC, shared with many other programs, 6.4 minutes, of which 4.4 to compile.
 """
 
 import ml_collections

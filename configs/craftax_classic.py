@@ -2,7 +2,8 @@
 
     python -m podracer.anakin --config=configs/craftax_classic.py
 
-Result: TODO. Hardware: TODO.
+Result: a final evaluation of 4.8 of 22 achievements with seed 0, over 16 episodes. Hardware: one
+core of an AMD EPYC, shared with many other programs, 7.3 minutes, of which 1 to compile a second time.
 """
 
 import ml_collections

@@ -3,7 +3,7 @@
 An environment of Brax knows no time limit; ``EpisodeWrapper`` adds one, and ``AutoResetWrapper``
 begins every episode of an environment with its very first state. This adapter uses neither:
 ``episode_length`` and ``action_repeat`` are env_params with Brax's defaults, and starts are
-computed once in each unroll, because a reset costs as much as several steps (benchmarks/resets.py).
+computed once in each unroll, which makes Ant 1.3 times as fast (benchmarks/resets.py).
 
 Brax can't be drawn here: it needs OpenGL.
 """

@@ -1,7 +1,7 @@
 """Environments of Craftax: Craftax and Craftax-Classic, with symbols or pixels as observations.
 
-They have gymnax's old interface, see ``old_gymnax.py``. Making a world costs more than hundreds of
-steps, so starts are computed once in each unroll (benchmarks/resets.py).
+They have gymnax's old interface, see ``old_gymnax.py``. Making a world costs as much as 25 steps,
+so starts are computed once in each unroll (benchmarks/resets.py).
 """
 
 import functools

@@ -115,7 +115,7 @@ CONFIG_ERRORS = {
     "empty.py": "--config=empty.py defines no function get_config()",
     "wrong.py": "get_config() of --config=wrong.py must return a ConfigDict, got 3",
     "": "--config is missing; specify a file, as in --config=my_config.py, or the name of a config "
-    "that podracer ships: acrobot, breakout, cartpole,",
+    "that podracer ships: acrobot, brax_ant, breakout,",
 }
 
 

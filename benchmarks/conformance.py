@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from gymnax.environments import spaces
-from purejaxrl import load
+from purejaxrl import SETTINGS, load
 
 from podracer import config as config_lib
 from podracer import envs
@@ -62,6 +62,8 @@ class Recorded:
 def peer_run(module: Any, updates: int) -> dict[str, Any]:
     """What PureJaxRL's training returns after this many updates."""
     config = {
+        **SETTINGS,
+        "ENV_NAME": ENV,
         "LR": 2.5e-4,
         "NUM_ENVS": ENVS,
         "NUM_STEPS": LENGTH,
@@ -69,15 +71,7 @@ def peer_run(module: Any, updates: int) -> dict[str, Any]:
         "UPDATE_EPOCHS": EPOCHS,
         # A single one, so that the order of the transitions does not matter.
         "NUM_MINIBATCHES": 1,
-        "GAMMA": 0.99,
-        "GAE_LAMBDA": 0.95,
-        "CLIP_EPS": 0.2,
-        "ENT_COEF": 0.01,
-        "VF_COEF": 0.5,
-        "MAX_GRAD_NORM": 0.5,
         "ACTIVATION": "tanh",
-        "ENV_NAME": ENV,
-        "ANNEAL_LR": True,
     }
     return jax.jit(module.make_train(config))(jax.random.key(0))
 

@@ -27,8 +27,8 @@ import results_lines
 from podracer.envs.gymnax import import_gymnax
 from podracer.storage import workdir
 
-# Its notebook examples/brax_minatar.ipynb.
-MINATAR = {
+# For MinAtar, by its notebook examples/brax_minatar.ipynb.
+SETTINGS = {
     "LR": 5e-3,
     "NUM_ENVS": 64,
     "NUM_STEPS": 128,
@@ -82,23 +82,12 @@ def load(path: pathlib.Path, make: Callable[[str], Any]) -> Any:
     return module
 
 
-def thin(returns: np.ndarray, steps: int, seconds: float) -> dict[str, list[float]]:
-    """The learning curve, from the mean return of each update ``[U]``; times are proportional."""
-    spans = np.array_split(np.arange(len(returns)), min(results_lines.POINTS, len(returns)))
-    done = np.array([(span.mean() + 0.5) / len(returns) for span in spans])
-    return {
-        "step": [float(x) for x in (done * steps).round()],
-        "wall_time": [float(f"{x:.6g}") for x in done * seconds],
-        "return": [float(f"{returns[span].mean():.6g}") for span in spans],
-    }
-
-
 def train(module: Any, env: str, steps: int, seed: int) -> results_lines.Line:
     """Trains with a seed.
 
     The return is that of the last episode of each environment, in training: it has no evaluation.
     """
-    config = {**MINATAR, "ENV_NAME": env, "TOTAL_TIMESTEPS": steps}
+    config = {**SETTINGS, "ENV_NAME": env, "TOTAL_TIMESTEPS": steps}
     # ``make_train`` adds numbers to the config that it is given.
     run, start = module.make_train({**config}), time.perf_counter()
 
@@ -109,6 +98,7 @@ def train(module: Any, env: str, steps: int, seed: int) -> results_lines.Line:
     begin = time.perf_counter()
     returns = np.asarray(compiled(jax.random.key(seed)))
     end = time.perf_counter()
+    done = np.arange(1, len(returns) + 1) / len(returns)
     return results_lines.Line(
         task=f"purejaxrl-{env}",
         seed=seed,
@@ -121,7 +111,10 @@ def train(module: Any, env: str, steps: int, seed: int) -> results_lines.Line:
         steps_per_second=round(steps / (end - begin)),
         episode_return=float(returns[-1]),
         episodes=int(config["NUM_ENVS"]),
-        curve=thin(returns, steps, end - start),
+        # It tells no times of updates, which are taken as equally long.
+        curve=results_lines.thin(
+            {"step": (done * steps).astype(int), "wall_time": done * (end - start)}, returns
+        ),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from podracer.agents import AGENTS
-from podracer.monitoring.curves import MetricHistory, read_run
+from podracer.monitoring.curves import read_run
 from podracer.monitoring.figures import RETURN
 from podracer.storage import workdir
 from podracer.storage.compatibility import flatten
@@ -81,11 +81,16 @@ def hardware(num_cores: int) -> str:
     return f"{num_cores} x {models[0] if models else platform.machine()}"
 
 
-def thin(history: MetricHistory) -> dict[str, list[float]]:
-    """A learning curve of up to ``POINTS`` points: means over equal spans of steps."""
-    step = history.x["step"]
+def thin(x: Mapping[str, np.ndarray], returns: np.ndarray) -> dict[str, list[float]]:
+    """A learning curve of up to ``POINTS`` points: means over equal spans of steps.
+
+    Args:
+      x: "step" and "wall_time" of each return, ``[N]`` each.
+      returns: ``[N]``.
+    """
+    step = x["step"]
     span = (step - 1) * POINTS // step[-1]
-    columns = {**history.x, "return": history.value}
+    columns = {**x, "return": returns}
     return {
         name: [float(f"{column[span == i].mean():.6g}") for i in np.unique(span)]
         for name, column in columns.items()
@@ -97,7 +102,7 @@ def read_line(
 ) -> Line:
     """The line of the run in a workdir, which has ended."""
     summary = json.loads((pathlib.Path(folder) / workdir.SUMMARY).read_text())
-    content = workdir.read_config(folder)
+    content, history = workdir.read_config(folder), read_run(folder, RETURN)
     return Line(
         task=task,
         seed=seed,
@@ -110,5 +115,5 @@ def read_line(
         steps_per_second=round(summary["steps_per_second"]),
         episode_return=summary["eval_return_mean"],
         episodes=summary["eval_episodes"],
-        curve=thin(read_run(folder, RETURN)),
+        curve=thin(history.x, history.value),
     )

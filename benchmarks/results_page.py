@@ -9,7 +9,7 @@ from results_tasks import SETS, Task
 
 from podracer.monitoring.curves import INTERVAL, MetricHistory, SeedGroup, mean_and_interval
 from podracer.monitoring.figures import RETURN, draw, save
-from podracer.monitoring.formatting import duration, mean_and_error, number
+from podracer.monitoring.formatting import duration, mean_and_error
 
 PAGE, FIGURES, README = ROOT / "docs" / "results.md", ROOT / "docs" / "results", ROOT / "README.md"
 BEGIN, END = "<!-- made by benchmarks/results.py -->\n", "<!-- end of what it makes -->\n"
@@ -76,7 +76,7 @@ def row(task: Task, lines: Sequence[Line], peers: Sequence[Line]) -> str:
         references(task, peers),
         f"{lines[0].steps:,}",
         duration(float(np.mean([line.seconds for line in lines]))),
-        number(round(float(np.mean([line.steps_per_second for line in lines])))),
+        f"{np.mean([line.steps_per_second for line in lines]):,.0f}",
         ", ".join(sorted({line.hardware for line in lines})),
     )
     return f"| {' | '.join(columns)} |\n"

@@ -2,7 +2,7 @@
 
 There, ``step_env`` returns one flag for the end of an episode, whether it terminates or reaches its
 time limit. A terminated episode has no value after its end, while agents bootstrap from a truncated
-one, so the two are told apart here.
+one, so this module distinguishes them.
 """
 
 from collections.abc import Sequence

@@ -113,12 +113,10 @@ def test_none_is_begun_after_one_was_stopped(code, results, load, tmp_path, monk
     assert begun == [0]
 
 
-def test_curves_are_means_over_equal_spans_of_steps(lines, load):
-    history = load("results_page").history
+def test_curves_are_means_over_equal_spans_of_steps(lines):
     steps = np.arange(10, 2_010, 10)
     x = {"step": steps, "wall_time": steps / 10.0}
-    line = lines.Line("", 0, "", {}, {}, "", 0, 0.0, 0.0, 0.0, 0, {**x, "return": steps * 2.0})
-    curve = lines.thin(history(line))
+    curve = lines.thin(x, steps * 2.0)
     assert curve["step"] == [25 + 40 * i for i in range(lines.POINTS)]
     assert curve["return"] == [50 + 80 * i for i in range(lines.POINTS)]
     assert curve["wall_time"][0] == 2.5

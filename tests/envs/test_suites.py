@@ -289,8 +289,8 @@ def test_a_jumanji_environment_that_truncates():
             state, timestep = super().step(state, action)
             cut = types.truncation(timestep.reward, timestep.observation)
             late = state.step_count >= 2
-            pick = lambda x, y: jnp.where(late, x, y)  # noqa: E731
-            return state, jax.tree.map(pick, cut, timestep.replace(extras={}))
+            uncut = timestep.replace(extras={})
+            return state, jax.tree.map(lambda x, y: jnp.where(late, x, y), cut, uncut)
 
     theirs = jumanji.make("Snake-v1", num_rows=6, num_cols=6)
     env = jumanji_adapter.adapt(Cut(theirs), "jumanji:Cut")

@@ -55,7 +55,8 @@ def test_a_shipped_config_fits_its_environment(name):
     try:
         sizes = prepare_on_host(config) if on_host else prepare(config).sizes
     except ConfigError as error:
-        if "packages that are not installed" not in str(error):
+        # Suites in JAX are optional; what host environments need is installed with the tests.
+        if on_host or "packages that are not installed" not in str(error):
             raise
         pytest.skip(str(error))
     assert 0 <= sizes.total_steps - config.total_steps < 0.1 * config.total_steps

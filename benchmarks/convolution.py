@@ -21,6 +21,7 @@ from flax import nnx
 
 from podracer.nets.conv import Conv
 from podracer.nets.resnet import ResNet
+from podracer.xla_cpu import malloc
 
 SHAPES = {
     "minatar": (10, 10, 4),
@@ -106,6 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=32, help="images per gradient step")
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of each variant")
     args = parser.parse_args(argv)
+    malloc.keep_freed_memory()  # As in training.
     for result in measure(args.torso, args.batch, args.rounds):
         print(json.dumps(result))
 

@@ -17,7 +17,7 @@ from podracer.monitoring import writers
 from podracer.training import builder, loop
 from podracer.training.options import RunOptions
 from podracer.training.start import compile_and_restore, open_session
-from podracer.xla_cpu import prng
+from podracer.xla_cpu import malloc, prng
 
 
 def train(
@@ -82,6 +82,8 @@ def prepare(config: Config, joined: Processes | None = None) -> AnakinProgram:
     devices = mesh_lib.initialize_devices(
         config.cpu_devices or default, required=config.cpu_devices > 0
     )
+    if devices[0].platform == "cpu":
+        malloc.keep_freed_memory()
     env = envs.make_environment(
         config.env, config.env_kwargs, config.env_params, observed=config.observed
     )

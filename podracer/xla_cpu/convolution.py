@@ -1,26 +1,45 @@
-"""A convolution whose gradients are fast on CPUs, also inside loops.
+"""A convolution that is fast on CPUs: its gradients inside loops, and all of it on large batches.
 
 XLA's CPU backend runs a convolution by its fast kernels only if the axes are in standard order, and
 reorders them only outside of loops. The gradients of a convolution are convolutions with other
 orders of axes, and all of Anakin's learning is inside loops: there they ran 13 to 28 times slower
-than outside (benchmarks/README.md). This module writes the gradients out with the axes in standard
-order. On other platforms they are JAX's own.
+than outside. This module writes the gradients out with the axes in standard order. The kernels take
+two to six times as long for each image of a large batch as for each of a few, so they get a few at
+a time. benchmarks/README.md has the measurements. Other platforms run JAX's own convolutions.
 """
 
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from podracer.types import Array
 
 Pairs = tuple[tuple[int, int], ...]
 AXES = ("NHWC", "HWIO", "NHWC")
+# The largest number of images at a time: 8 to 16 are the fastest in the layers of all torsos.
+BLOCK = 16
 
 
-def _forward(x: Array, kernel: Array, strides: tuple[int, ...], padding: Pairs) -> Array:
+def _blocks(*arrays: Array) -> list[Array]:
+    """Arrays ``[N, ...]`` as blocks ``[N / size, size, ...]`` of the largest size that divides."""
+    count = len(arrays[0])
+    size = next(size for size in range(BLOCK, 0, -1) if count % size == 0)
+    return [a.reshape(count // size, size, *a.shape[1:]) for a in arrays]
+
+
+def _native(x: Array, kernel: Array, *, strides: tuple[int, ...], padding: Pairs) -> Array:
+    """JAX's own convolution."""
     return lax.conv_general_dilated(x, kernel, strides, padding, dimension_numbers=AXES)
+
+
+def _blockwise(x: Array, kernel: Array, *, strides: tuple[int, ...], padding: Pairs) -> Array:
+    """The convolution of one block of images after another."""
+    convolve = partial(_native, kernel=kernel, strides=strides, padding=padding)
+    y = lax.map(convolve, *_blocks(x))
+    return y.reshape(-1, *y.shape[2:])
 
 
 def _standard_gradients(
@@ -53,22 +72,39 @@ def _standard_gradients(
     return dx, dkernel.transpose(1, 2, 0, 3)
 
 
+def _blockwise_gradients(
+    x: Array, kernel: Array, dy: Array, *, strides: tuple[int, ...], padding: Pairs
+) -> tuple[Array, Array]:
+    """Gradients of x and kernel, from one block of images after another."""
+
+    def add(total: Array, block: list[Array]) -> tuple[Array, Array]:
+        x, dy = block
+        dx, dkernel = _standard_gradients(x, kernel, dy, strides=strides, padding=padding)
+        return total + dkernel, dx
+
+    dkernel, dx = lax.scan(add, jnp.zeros_like(kernel), _blocks(x, dy))
+    return dx.reshape(x.shape), dkernel
+
+
 def _native_gradients(
     x: Array, kernel: Array, dy: Array, *, strides: tuple[int, ...], padding: Pairs
 ) -> tuple[Array, Array]:
     """JAX's own gradients of x and kernel."""
-    return jax.vjp(partial(_forward, strides=strides, padding=padding), x, kernel)[1](dy)
+    return jax.vjp(partial(_native, strides=strides, padding=padding), x, kernel)[1](dy)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _convolve(x: Array, kernel: Array, strides: tuple[int, ...], padding: Pairs) -> Array:
-    return _forward(x, kernel, strides, padding)
+    sizes = {"strides": strides, "padding": padding}
+    return lax.platform_dependent(
+        x, kernel, cpu=partial(_blockwise, **sizes), default=partial(_native, **sizes)
+    )
 
 
 def _save(
     x: Array, kernel: Array, strides: tuple[int, ...], padding: Pairs
 ) -> tuple[Array, tuple[Array, Array]]:
-    return _forward(x, kernel, strides, padding), (x, kernel)
+    return _convolve(x, kernel, strides, padding), (x, kernel)
 
 
 def _backward(
@@ -78,7 +114,7 @@ def _backward(
     return lax.platform_dependent(
         *saved,
         dy,
-        cpu=partial(_standard_gradients, **sizes),
+        cpu=partial(_blockwise_gradients, **sizes),
         default=partial(_native_gradients, **sizes),
     )
 

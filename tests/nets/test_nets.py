@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from podracer.errors import ConfigError
 from podracer.nets import actor_critic, recurrent
@@ -14,6 +15,7 @@ from podracer.nets.network import NetworkConfig
 from podracer.types import Box, Discrete, Spec
 from podracer.xla_cpu import prng
 from podracer.xla_cpu.convolution import convolve
+from podracer.xla_cpu.pooling import max_pool
 
 BOX = Box((2,), -np.ones(2), np.ones(2))
 SHAPES = {
@@ -141,7 +143,7 @@ def test_convolutions_reject_observations_that_are_not_images_or_too_small():
 @pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (3, 2), (8, 4), (4, 3)])
 def test_convolutions_have_the_gradients_of_jax(padding, kernel, stride):
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(2, 13, 11, 3)), jnp.float32)
+    x = jnp.asarray(rng.normal(size=(20, 13, 11, 3)), jnp.float32)  # Two blocks of 10 on a CPU.
     w = jnp.asarray(rng.normal(size=(kernel, kernel, 3, 5)), jnp.float32)
 
     def theirs(x, w):
@@ -155,6 +157,22 @@ def test_convolutions_have_the_gradients_of_jax(padding, kernel, stride):
     dy = jnp.asarray(rng.normal(size=ours.shape), jnp.float32)
     for a, b in zip(our_vjp(dy), their_vjp(dy), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("height", "width"), [(8, 7), (5, 6), (1, 2)])
+def test_the_pool_has_the_values_and_the_gradient_of_jax(height, width):
+    rng = np.random.default_rng(0)
+    # So few values that most windows have several largest elements.
+    x = jnp.asarray(rng.integers(0, 3, (2, height, width, 3)), jnp.float32)
+
+    def theirs(x):
+        return nnx.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
+
+    ours, our_vjp = jax.vjp(max_pool, x)
+    expected, their_vjp = jax.vjp(theirs, x)
+    np.testing.assert_array_equal(ours, expected)
+    dy = jnp.asarray(rng.normal(size=ours.shape), jnp.float32)
+    np.testing.assert_allclose(our_vjp(dy)[0], their_vjp(dy)[0], rtol=1e-6, atol=1e-6)
 
 
 def test_convolve_rejects_unsupported_arguments():

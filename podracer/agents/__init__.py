@@ -1,7 +1,9 @@
-"""Agents by name; each is a module that exports ``Config``, its own settings, and ``make``.
+"""Agents by name; each is a module that exports ``Config``, ``make`` and ``DEFAULTS``.
 
-``make(spec, settings, config, devices) -> Agent`` builds an agent with its network. ``Config`` also
-says what the rest of a run has to know before the agent is built:
+``make(spec, settings, config, devices) -> Agent`` builds an agent with its network. ``DEFAULTS``
+are values of settings that all agents have, where this agent learns better with others than those
+of ``podracer.config.Config``. ``Config`` holds the agent's own settings, and says what the rest of
+a run has to know before the agent is built:
 
 - ``off_policy``: whether the agent can learn from experience that was collected with older weights,
   of any age.

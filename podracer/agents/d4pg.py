@@ -32,6 +32,16 @@ from podracer.types import (
     Weights,
 )
 
+DEFAULTS: dict[str, Any] = {
+    "num_envs": 16,
+    "unroll_length": 4,
+    "learning_rate": 5e-4,
+    "anneal": False,
+    "max_grad_norm": 0.0,
+    "network": {"activation": "elu"},
+    "replay": {"begin": 5_000, "batch": 128, "gradient_steps": 16},
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:

@@ -7,7 +7,7 @@ replay, and a different probability of random actions in each environment
 
 import dataclasses
 from operator import itemgetter
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,15 @@ from podracer.types import (
     Spec,
     TrainState,
 )
+
+DEFAULTS: dict[str, Any] = {
+    "num_envs": 32,
+    "unroll_length": 4,
+    "learning_rate": 5e-4,
+    "max_grad_norm": 10.0,
+    "network": {"hidden": (128, 128), "activation": "relu"},
+    "replay": {"begin": 5_000, "batch": 128, "gradient_steps": 4},
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@ on the KL divergence that adapts as in BatchPPO, https://arxiv.org/abs/1709.0287
 """
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,8 @@ from podracer.types import (
 
 OBJECTIVES = ("clip", "kl_penalty")
 ADVANTAGE_NORMALIZATIONS = ("batch", "minibatch", "none")
+
+DEFAULTS: dict[str, Any] = {}
 
 
 @dataclasses.dataclass(frozen=True)

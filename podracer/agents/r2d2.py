@@ -8,7 +8,7 @@ unroll, so that with a trace longer than an unroll neighbours overlap.
 
 import dataclasses
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,15 @@ from podracer.types import (
     TrainState,
     Trajectory,
 )
+
+DEFAULTS: dict[str, Any] = {
+    "num_envs": 32,
+    "unroll_length": 16,
+    "learning_rate": 1e-3,
+    "max_grad_norm": 1.0,
+    "network": {"hidden": (64,), "activation": "relu", "core": "gru", "core_size": 64},
+    "replay": {"begin": 5_000, "batch": 32, "gradient_steps": 4},
+}
 
 
 @dataclasses.dataclass(frozen=True)

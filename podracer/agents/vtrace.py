@@ -3,7 +3,7 @@ clipped objective.
 """
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,8 @@ from podracer.types import (
     TrainState,
     Trajectory,
 )
+
+DEFAULTS: dict[str, Any] = {}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -173,16 +173,25 @@ def _select(cls: type, config: Config, **others: Any) -> Any:
     return cls(**{name: getattr(config, name) for name in names}, **others)
 
 
-def default_config() -> SettingsDict:
-    """Every setting with its default value, for a config file to change."""
-    return SettingsDict(dataclasses.asdict(Config()))
+def default_config(agent: str = Config.agent) -> SettingsDict:
+    """Every setting with its default value, for a config file to change.
+
+    Args:
+      agent: the algorithm. It decides the defaults of some settings (``DEFAULTS`` of its module),
+        and changing ``config.agent`` afterwards leaves them as they are.
+
+    Raises:
+      ConfigError: an unknown agent.
+    """
+    return SettingsDict(dataclasses.asdict(parse({"agent": agent})))
 
 
 def parse(config: Mapping[str, Any] | ConfigDict | Config) -> Config:
     """The frozen ``Config`` with these settings.
 
     Args:
-      config: settings by name, with sections as dictionaries; those left out keep their defaults.
+      config: settings by name, with sections as dictionaries; those left out keep their defaults,
+        which are those of the agent.
 
     Raises:
       ConfigError: an unknown key, a value of the wrong type, or an impossible value.
@@ -191,7 +200,19 @@ def parse(config: Mapping[str, Any] | ConfigDict | Config) -> Config:
         return config
     if isinstance(config, ConfigDict):
         config = config.to_dict()
-    return from_mapping(Config, config)
+    # ``Config`` rejects an unknown agent.
+    agent = AGENTS.get(str(config.get("agent", Config.agent)))
+    return from_mapping(Config, _merge(agent.DEFAULTS if agent else {}, config))
+
+
+def _merge(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults with these values in their place, section by section."""
+    sections = {
+        key: _merge(default, values[key])
+        for key, default in defaults.items()
+        if isinstance(default, Mapping) and isinstance(values.get(key), Mapping)
+    }
+    return {**defaults, **values, **sections}
 
 
 @dataclasses.dataclass(frozen=True)

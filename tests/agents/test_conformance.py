@@ -11,15 +11,19 @@ import pytest
 import rlax
 
 from podracer import envs
-from podracer.agents import AGENTS
+from podracer.agents import AGENTS, r2d2, returns, transitions
 from podracer.learning.learner import make_update
 from podracer.learning.optimizer import make_optimizer, make_schedule
 from podracer.nets import actor_critic as nets
-from podracer.types import Devices, TimeStep, TrainState, Trajectory
+from podracer.nets.policy_critic import make_policy_critic
+from podracer.nets.q_network import make_q_network
+from podracer.types import Box, Devices, Discrete, Source, Spec, TimeStep, TrainState, Trajectory
 from tests import references
 from tests.helpers import make_config
 
 T, B = 12, 6
+# The target network is copied after the second of three gradient steps.
+STEPS, PERIOD, GAMMA = 3, 2, 0.9
 
 
 def experience(carry):
@@ -82,3 +86,200 @@ def test_an_update_of_vtrace_is_that_of_rlax_and_optax(name):
                             strict=True):  # fmt: skip
         assert np.abs(a - before).max() > 1e-3
         np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+def fixed_source(batches):
+    """A source whose gradient step i learns from the i-th batch."""
+    return Source(
+        steps=STEPS,
+        init=lambda trajectory: (),
+        add=lambda source, train_state, trajectory, key: ((), train_state.weights.stats),
+        sample=lambda source, train_state, key, i: (jax.tree.map(lambda x: x[i], batches), (), {}),
+        update=lambda source, ticket, priorities: (),
+        finish=lambda source: ((), {}),
+    )
+
+
+def random_transitions(rng, actions):
+    """Batches of ``B`` transitions with observations of three numbers."""
+    target = returns.NStep(
+        jnp.asarray(rng.normal(size=(STEPS, B)), jnp.float32),
+        jnp.asarray(GAMMA * rng.integers(0, 2, (STEPS, B)), jnp.float32),
+        jnp.ones((STEPS, B), jnp.int32),
+        jnp.ones((STEPS, B)),
+    )
+    importance = jnp.asarray(rng.uniform(0.2, 1, (STEPS, B)), jnp.float32)
+    observation = jnp.asarray(rng.normal(size=(STEPS, 2, B, 3)), jnp.float32)
+    return transitions.Batch(observation, actions, target, importance)
+
+
+def dqn_case(rng, spec, config):
+    network = make_q_network(spec, config.network, dueling=False)
+    batches = random_transitions(rng, jnp.asarray(rng.integers(0, 3, (STEPS, B))))
+
+    def gradient(params, target, batch):
+        def loss(params):
+            (q, selector), (_, value) = (
+                network.apply(p, (), batch.observation, jnp.zeros((2, B), bool), None)[1]
+                for p in (params, target)
+            )
+            n_step = (batch.target.reward, batch.target.discount)
+            error = jax.vmap(rlax.double_q_learning)(q, batch.action, *n_step, value, selector)
+            return (batch.importance * rlax.huber_loss(error)).mean()
+
+        return jax.grad(loss)(params)
+
+    return batches, gradient
+
+
+def r2d2_case(rng, spec, config):
+    """Ends of episodes are in the discounts; memory is reset by ``first``."""
+    network = make_q_network(spec, config.network, dueling=True, extra=4)
+    shape, burn_in = (STEPS, T + 1, B), config.r2d2.burn_in
+    first = jnp.asarray(rng.random(shape) < 0.2)
+    noise = [jnp.asarray(rng.normal(size=(*shape, *n)), jnp.float32) for n in ((3,), (), (4,))]
+    observation, reward, inputs = noise
+    batches = r2d2.Batch(
+        observation,
+        TimeStep((), reward, 1.0 - first, first),
+        jnp.asarray(rng.integers(0, 3, shape)),
+        inputs,
+        jnp.asarray(rng.normal(size=(STEPS, B, config.network.core_size)), jnp.float32),
+        jnp.asarray(rng.uniform(0.2, 1, (STEPS, B)), jnp.float32),
+    )
+
+    def values(params, batch):
+        memory, parts = batch.memory, []
+        for part in (slice(0, burn_in), slice(burn_in, None)):
+            inputs = batch.observation[part], batch.timestep.first[part], batch.inputs[part]
+            memory, q = network.apply(params, jax.lax.stop_gradient(memory), *inputs)
+            parts.append(q)
+        return parts[1]
+
+    def gradient(params, target, batch):
+        def loss(params):
+            q, later = values(params, batch), values(target, batch)
+            now = (batch.action[burn_in:-1], later[1:], q[1:].argmax(-1))
+            reward = batch.timestep.reward[burn_in + 1 :]
+            discount = GAMMA * batch.timestep.discount[burn_in + 1 :]
+            learn = jax.vmap(
+                lambda *x: rlax.transformed_n_step_q_learning(
+                    *x, config.r2d2.n_step, tx_pair=rlax.SIGNED_HYPERBOLIC_PAIR
+                ),
+                1,
+                1,
+            )
+            error = learn(q[:-1], *now, reward, discount)
+            return (batch.importance * 0.5 * error**2).mean()
+
+        return jax.grad(loss)(params)
+
+    return batches, gradient
+
+
+def d4pg_case(rng, spec, config):
+    own = config.d4pg
+    network = make_policy_critic(
+        spec,
+        config.network,
+        policy_hidden=own.policy_hidden,
+        critic_hidden=own.critic_hidden,
+        critics=1,
+        atoms=own.atoms,
+    )
+    actions = jnp.asarray(rng.uniform(-1, 1, (STEPS, B, 2)), jnp.float32)
+    batches = random_transitions(rng, actions)
+    atoms = jnp.linspace(own.v_min, own.v_max, own.atoms)
+
+    def gradient(params, target, batch):
+        now, later = batch.observation[:1], batch.observation[1:]
+
+        def critic_loss(params):
+            logits = network.critic(params, network.features(params, now), batch.action[None])
+            features = network.features(target, later)
+            next_logits = network.critic(target, features, network.policy(target, features))
+            value = batch.target.reward[:, None] + batch.target.discount[:, None] * atoms
+            expected = jax.vmap(rlax.categorical_l2_project, (0, 0, None))(
+                value, jax.nn.softmax(next_logits[0, 0]), atoms
+            )
+            losses = optax.softmax_cross_entropy(logits[0, 0], expected)
+            return (batch.importance * losses).mean()
+
+        def policy_loss(params_of_policy):
+            features = network.features(params, now)
+            action = network.policy({**params, "policy": params_of_policy}, features)
+
+            def q(action):
+                logits = network.critic(params, features, action)[0, 0]
+                return (jax.nn.softmax(logits) * atoms).sum()
+
+            # rlax.dpg_loss has this gradient, but adds and subtracts the action, which rounds.
+            return -(jax.grad(q)(jax.lax.stop_gradient(action)) * action).sum() / B
+
+        policy = jax.grad(policy_loss)(params["policy"])
+        return {**jax.grad(critic_loss)(params), "policy": policy}
+
+    return batches, gradient
+
+
+VECTOR = jax.ShapeDtypeStruct((3,), jnp.float32)
+REPLAY = {
+    "dqn": (dqn_case, Discrete(3), {"max_grad_norm": 0.1}),
+    "r2d2": (
+        r2d2_case,
+        Discrete(3),
+        {
+            "network__core": "gru",
+            "r2d2__burn_in": 4,
+            "r2d2__trace": T - 4,
+            "r2d2__n_step": 3,
+            "max_grad_norm": 0.1,
+        },
+    ),
+    "d4pg": (
+        d4pg_case,
+        Box((2,), -np.ones(2), np.ones(2)),
+        {"d4pg__v_min": -2.0, "d4pg__v_max": 2.0, "max_grad_norm": 0.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REPLAY)
+def test_an_update_of_an_agent_with_replay_is_that_of_rlax_and_optax(name):
+    make_case, action, changes = REPLAY[name]
+    config = make_config(
+        agent=name, discount=GAMMA, learning_rate=0.01, anneal=False, replay__capacity=800,
+        replay__begin=100, epsilon=1e-3, **{f"{name}__target_period": PERIOD}, **changes,
+    )  # fmt: skip
+    spec = Spec(VECTOR, action)
+    rng = np.random.default_rng(4)
+    agent = AGENTS[name].make(spec, config.settings, config.agent_config, Devices())
+    batches, gradient = make_case(rng, spec, config)
+    agent = agent._replace(source=fixed_source(batches))
+    optimizer = make_optimizer(config.optimization, agent)
+    update = make_update(
+        agent, optimizer, schedule=make_schedule(config.optimization, 1, B), devices=Devices()
+    )
+    weights = agent.init(jax.random.key(0))
+    before, old = weights.params, agent.init(jax.random.key(1)).params
+    start = TrainState(weights, old, optimizer.init(before), jnp.int32(0))
+    ours, _, _ = jax.jit(update)(start, (), None, jax.random.key(1))
+
+    clip = config.max_grad_norm
+    chain = optax.chain(
+        optax.clip_by_global_norm(clip) if clip else optax.identity(), optax.adam(0.01, eps=1e-3)
+    )
+    params, target, state = before, old, chain.init(before)
+    for i in range(STEPS):
+        batch = jax.tree.map(lambda x, i=i: x[i], batches)
+        updates, state = chain.update(jax.jit(gradient)(params, target, batch), state)
+        params = optax.apply_updates(params, updates)
+        target = params if i + 1 == PERIOD else target
+    # rlax's inverse of the rescaling subtracts numbers that are almost the same.
+    tolerance = 2e-5 if name == "r2d2" else 3e-6
+    for a, b, start in zip(*map(jax.tree.leaves, (ours.weights.params, params, before)),
+                           strict=True):  # fmt: skip
+        assert np.abs(a - start).max() > 1e-3
+        np.testing.assert_allclose(a, b, atol=tolerance)
+    for a, b in zip(*map(jax.tree.leaves, (ours.target, target)), strict=True):
+        np.testing.assert_allclose(a, b, atol=tolerance)

@@ -84,13 +84,13 @@ def test_devices_are_split_into_actors_and_learners(count, settings, expected):
 
 
 @pytest.mark.parametrize(
-    "name", ["cartpole", "lunarlander", "halfcheetah", "pong", "breakout", "coinrun", "football"]
+    "name", ["cartpole", "lunarlander", "mujoco", "atari", "coinrun", "football"]
 )
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 def test_configs_fit_hosts_of_any_size(name, count):
     config = config_lib.parse(runpy.run_path(f"{ROOT}/configs/{name}.py")["get_config"]())
-    if name == "cartpole" and count > 2:
-        config = dataclasses.replace(config, num_envs=48)  # As its docstring says.
+    if name in ("cartpole", "atari") and count > 2:
+        config = dataclasses.replace(config, num_envs=48)  # As their docstrings say.
     actors, learners = mesh.split(list(range(count)), (), (), config.sebulba.learners_per_actor)
     sizes = config_lib.sizes(config, len(learners), len(actors) * config.sebulba.threads)
     # What is shuffled: PPO's transitions, V-trace's unrolls.

@@ -13,6 +13,7 @@ import pytest
 
 import podracer
 from podracer import anakin, errors
+from podracer.agents import AGENTS, dqn
 from podracer.config import Config, default_config, parse, sizes
 from podracer.errors import ConfigError, ExitCode
 from podracer.storage.workdir import Workdir
@@ -115,7 +116,7 @@ CONFIG_ERRORS = {
     "empty.py": "--config=empty.py defines no function get_config()",
     "wrong.py": "get_config() of --config=wrong.py must return a ConfigDict, got 3",
     "": "--config is missing; specify a file, as in --config=my_config.py, or the name of a config "
-    "that podracer ships: acrobot, brax_ant, breakout,",
+    "that podracer ships: acrobot, atari, brax_ant,",
 }
 
 
@@ -384,6 +385,19 @@ def test_parse_rejects(change, message):
 
 def test_parse_is_the_inverse_of_default_config():
     assert parse(default_config()) == Config()
+    for agent in AGENTS:
+        assert parse(default_config(agent)) == parse({"agent": agent})
+
+
+def test_defaults_are_those_of_the_agent_where_nothing_else_is_given():
+    defaults = dqn.DEFAULTS
+    config = parse({"agent": "dqn", "unroll_length": 3, "replay": {"capacity": 7_000}})
+    assert (config.unroll_length, config.replay.capacity) == (3, 7_000)
+    assert config.learning_rate == defaults["learning_rate"] != Config().learning_rate
+    assert config.replay.begin == defaults["replay"]["begin"] != Config().replay.begin
+    assert config.replay.priority_exponent == Config().replay.priority_exponent
+    with pytest.raises(ConfigError, match="did you mean vtrace"):
+        default_config("vtrac")
 
 
 def test_parse_converts_between_numbers_and_from_lists():

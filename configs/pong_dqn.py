@@ -2,7 +2,7 @@
 
     python -m podracer.sebulba --config=configs/pong_dqn.py
 
-The protocol is that of ``configs/pong.py``.
+The protocol is that of ``configs/atari.py``.
 
 Result: final, greedy evaluations over 16 games of 18.8 ± 1.4, 19.6 ± 0.5 and 18.8 ± 1.3 with seeds
 0 to 2; 21 is the maximum. Hardware: one core of an AMD EPYC, 36 to 41 minutes each.

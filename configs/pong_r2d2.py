@@ -2,7 +2,7 @@
 
     python -m podracer.sebulba --config=configs/pong_r2d2.py
 
-The protocol is that of ``configs/pong.py``. Sequences are a quarter as long as in the paper, and
+The protocol is that of ``configs/atari.py``. Sequences are a quarter as long as in the paper, and
 batches a sixteenth as large, so that two cores make enough gradient steps; each step is learned
 from twice on average. Gradients of rescaled values are small, hence the small epsilon of Adam; a
 run with 1e-5 and a learning rate of 5e-4 was still at -20 after 450,000 steps.

@@ -135,7 +135,7 @@ def test_a_replay_that_is_too_large_is_made_smaller():
 
 def test_the_architecture_follows_from_the_environment():
     assert programs.resolve_architecture(config_of("cartpole.py"), "") == "anakin"
-    assert programs.resolve_architecture(config_of("pong.py"), "") == "sebulba"
+    assert programs.resolve_architecture(config_of("atari.py"), "") == "sebulba"
     assert programs.resolve_architecture(config_of("cartpole.py"), "sebulba") == "sebulba"
     with pytest.raises(ConfigError, match="sebulba"):
         programs.resolve_architecture(config_of("cartpole.py"), "sebula")
@@ -309,8 +309,15 @@ def test_the_atari_learner_scales_to_a_full_pod(libtpu):
     plans = []
     for name in SLICES:
         tpu_slice = chips.get_slice(name)
-        changes = {"network.torso": "resnet", "num_minibatches": 2, "unroll_length": 4}
-        config = config_of("pong.py", **changes)
+        changes = {
+            "network.torso": "resnet",
+            "num_epochs": 1,
+            "num_minibatches": 2,
+            "unroll_length": 4,
+            # Statistics of each minibatch would be reductions of their own in every gradient step.
+            "ppo.advantage_normalization": "batch",
+        }
+        config = config_of("atari.py", **changes)
         learners = programs.num_learner_devices(config, "sebulba", tpu_slice)
         config = dataclasses.replace(config, num_envs=8 * learners)
         env = programs.make_env(config, "sebulba")
@@ -318,7 +325,7 @@ def test_the_atari_learner_scales_to_a_full_pod(libtpu):
         (update,) = [program for program in run.programs if program.where == programs.LEARNERS]
         compiled = programs.compile_traced(update)
         assert isinstance(compiled, programs.CompileResult)
-        plans.append(estimate._plan_program(compiled, tpu_slice, config.num_minibatches))
+        plans.append(estimate._plan_program(compiled, tpu_slice, config.gradient_steps.per_update))
     check_scaling(plans)
 
 

@@ -1,0 +1,45 @@
+"""Atari's Pong from envpool, or by ``--config.env`` another game, by PPO or V-trace.
+
+    python -m podracer.sebulba --config=configs/atari.py
+    python -m podracer.sebulba --config=configs/atari.py --config.env=envpool:Breakout-v5 \
+--config.total_steps=10_000_000
+
+Protocol: 4 frames skipped; 84 x 84 grayscale frames, 4 of them stacked; up to 29 no-ops and FIRE at
+the start; no sticky actions (``repeat_action_probability`` 0); the game's own minimal set of
+actions; a lost life ends an episode for the agent (Pong has no lives); rewards clipped to their
+sign; games of at most 27,000 steps (half an hour). Returns are those of whole games.
+
+On 4 and 8 devices, ``--config.num_envs=48``, which divides evenly over learners and actor threads.
+
+Result: see docs/results.md. Hardware: one core of an AMD EPYC, about 70 minutes for Pong.
+"""
+
+import ml_collections
+
+from podracer.config import default_config
+
+
+def get_config() -> ml_collections.ConfigDict:
+    config = default_config()
+    config.env = "envpool:Pong-v5"
+    config.env_kwargs = {
+        "repeat_action_probability": 0.0,
+        "full_action_space": False,
+        "episodic_life": True,
+        "reward_clip": True,
+        "noop_max": 30,
+        "use_fire_reset": True,
+        "max_episode_steps": 27_000,
+    }
+    config.total_steps = 4_000_000
+    config.num_envs = 16
+    config.unroll_length = 128
+    config.learning_rate = 5e-4
+    config.num_epochs = 3
+    config.num_minibatches = 8
+    config.ppo.advantage_normalization = "minibatch"
+    config.network.torso = "shallow"
+    config.network.activation = "relu"
+    config.network.shared = True
+    config.evaluation.episodes = 16
+    return config

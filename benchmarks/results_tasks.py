@@ -80,6 +80,13 @@ def minatar(config: str, *games: str, changes: tuple[str, ...] = ()) -> list[Tas
     ]
 
 
+def mujoco(robot: str, reference: float) -> Task:
+    """A robot by the config whose own robot is HalfCheetah."""
+    changes = () if robot == "HalfCheetah" else (f"env=envpool:{robot}-v4",)
+    references = (zoo(reference),)
+    return Task(robot, "mujoco", "sebulba", changes, references=references, top=True)
+
+
 SETS: dict[str, list[Task]] = {
     "classic": [
         Task("CartPole", "cartpole", references=(gymnax(500),), top=True),
@@ -100,5 +107,17 @@ SETS: dict[str, list[Task]] = {
         *minatar("minatar", *MINATAR),
         *minatar("minatar", "Breakout", "Asterix", changes=("agent=vtrace",)),
         *minatar("minatar_dqn", *MINATAR),
+    ],
+    "box2d": [
+        Task("LunarLander", "lunarlander", "sebulba", references=(zoo(242),), top=True),
+    ],
+    "atari": [
+        Task("Atari Pong", "atari", "sebulba", seeds=3, references=(zoo(20.99),), top=True),
+    ],
+    "mujoco": [
+        mujoco("HalfCheetah", 5819),
+        mujoco("Hopper", 2410),
+        mujoco("Walker2d", 3479),
+        mujoco("Ant", 1327),
     ],
 }

@@ -135,7 +135,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         now = (timestep.observation[:-1], timestep.first[:-1])
         _, policy, _ = network.apply(train.weights.params, (), *now)
         log_prob = network.distribution(policy).log_prob(action)
-        trajectory = Trajectory(timestep, action, {"log_prob": log_prob}, carry)
+        numbers = jnp.arange(action.shape[1])
+        trajectory = Trajectory(timestep, action, {"log_prob": log_prob}, carry, numbers)
         train, _, _ = update(train, (), trajectory, key)
     ours = train.weights.params
 

@@ -60,7 +60,8 @@ def make_podracer(items: int, length: int, stride: int, *, prioritised: bool) ->
     timestep = TimeStep(
         jnp.ones((UNROLL + 1, ENVS, FEATURES)), scalars, scalars + 1, scalars.astype(bool)
     )
-    trajectory = Trajectory(timestep, jnp.zeros((UNROLL, ENVS), jnp.int32), (), ())
+    action = jnp.zeros((UNROLL, ENVS), jnp.int32)
+    trajectory = Trajectory(timestep, action, (), (), jnp.arange(ENVS))
 
     def read(train_state: Any, window: Any) -> Any:
         observation = window.observe(jnp.arange(length + 1))
@@ -75,6 +76,7 @@ def make_podracer(items: int, length: int, stride: int, *, prioritised: bool) ->
         ),
         Devices(),
         num_envs=ENVS,
+        num_unrolls=ENVS,
         unroll_length=UNROLL,
         frames=1,
     )

@@ -114,6 +114,12 @@ SETS: dict[str, list[Task]] = {
     "atari": [
         Task("Atari Pong", "atari", "sebulba", seeds=3, references=(zoo(20.99),), top=True),
     ],
+    "procgen": [
+        Task("Procgen CoinRun, unseen levels", "coinrun", "sebulba", seeds=3, top=True),
+    ],
+    "football": [
+        Task("Football, empty goal close", "football", "sebulba", seeds=3, top=True),
+    ],
     "mujoco": [
         mujoco("HalfCheetah", 5819),
         mujoco("Hopper", 2410),

@@ -25,18 +25,17 @@ from podracer.config import default_config
 def get_config() -> ml_collections.ConfigDict:
     config = default_config()
     config.env = "envpool:CoinrunEasy-v0"
-    config.total_steps = 4_000_000
+    config.total_steps = 8_000_000
     config.num_envs = 48
     config.unroll_length = 256
     config.discount = 0.999
     config.learning_rate = 5e-4
-    config.anneal = False
     config.num_epochs = 3
     config.num_minibatches = 8
     config.normalize_rewards = True
     config.network.torso = "shallow"
     config.network.activation = "relu"
     config.network.shared = True
-    config.evaluation.episodes = 64
+    config.evaluation.episodes = 500
     config.evaluation.greedy = False
     return config

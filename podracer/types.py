@@ -55,12 +55,20 @@ class Trajectory(struct.PyTreeNode):
       action: ``[T, B, ...]``.
       extras: ``[T, B, ...]``, further outputs of ``Agent.act`` (behaviour log-probabilities, ...).
       carry: ``[B, ...]``, the agent's carry before t = 0.
+      env_id: ``[B]`` int32, the environments' global numbers. With remote workers, an environment
+        may occur several times, with consecutive unrolls in their order.
     """
 
     timestep: TimeStep
     action: Leaf
     extras: ArrayTree
     carry: Carry
+    env_id: Leaf
+
+
+_SECOND: Any = 1
+# The axis of the environments in each field of a trajectory.
+ENVS_AXIS = Trajectory(_SECOND, _SECOND, _SECOND, carry=0, env_id=0)
 
 
 class Weights(struct.PyTreeNode):

@@ -1,15 +1,18 @@
 """Functions that several tests build runs with."""
 
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from podracer import config as config_lib
 from podracer import envs
 from podracer.anakin.program import AnakinProgram, AnakinState, make_program
 from podracer.config import Config, Sizes
 from podracer.distributed import mesh as mesh_lib
+from podracer.types import ENVS_AXIS, Trajectory
 from podracer.xla_cpu import prng
 
 # The repository.
@@ -42,3 +45,12 @@ def make_run(config: Config, num_devices: int = 1) -> tuple[AnakinProgram, Sizes
     state = program.init(prng.key(config.seed))
     # Not donated: tests use states again.
     return program, sizes, state, jax.jit(program.step)
+
+
+def join(trajectories: Sequence[Trajectory]) -> Trajectory:
+    """The environments of several trajectories side by side, in numpy."""
+    return jax.tree.map(
+        lambda axis, *trees: jax.tree.map(lambda *x: np.concatenate(x, axis), *trees),
+        ENVS_AXIS,
+        *jax.device_get(list(trajectories)),
+    )

@@ -16,6 +16,7 @@ from flax import struct
 from podracer.acting.unroll import env_keys
 from podracer.envs import spaces
 from podracer.types import (
+    ENVS_AXIS,
     Agent,
     Array,
     ArrayTree,
@@ -46,14 +47,12 @@ class UnrollState(struct.PyTreeNode):
     """An unfinished unroll.
 
     Attributes:
-      env_id: ``[B]``, the environments' global numbers.
       carry: ``[B, ...]``, the agent's carry.
       t: ``[]`` int32, the step that was acted on last.
       keys: ``[T, B]``, the keys to act with.
       trajectory: the steps up to t; those after it are still zeros.
     """
 
-    env_id: Array
     carry: Carry
     t: Array
     keys: Array
@@ -146,8 +145,9 @@ def make_host_unroll(
             _allocate(length + 1, state.timestep),
             *_allocate(length, (action, extras)),
             carry=state.carry,
+            env_id=state.env_id,
         )
-        unroll = UnrollState(state.env_id, carry, jnp.int32(0), keys, trajectory)
+        unroll = UnrollState(carry, jnp.int32(0), keys, trajectory)
         return unroll, spaces.to_environment(action, env.spec.action)
 
     def arrive(past: Trajectory, t: Array | int, arrival: TimeStep) -> TimeStep:
@@ -162,6 +162,7 @@ def make_host_unroll(
             _write(past.timestep, t, timestep),
             *_write((past.action, past.extras), t, (action, extras)),
             carry=past.carry,
+            env_id=past.env_id,
         )
         unroll = unroll.replace(carry=carry, t=t, trajectory=trajectory)
         return unroll, spaces.to_environment(action, env.spec.action)
@@ -170,10 +171,8 @@ def make_host_unroll(
         past = unroll.trajectory
         last = arrive(past, length - 1, arrival)
         timestep = _write(past.timestep, length, last)
-        steps = _split(past.replace(timestep=timestep, carry=()), 1, num_learners)
-        carries = _split(past.carry, 0, num_learners)
-        state = ActorState(unroll.env_id, last, unroll.carry)
-        return state, tuple(x.replace(carry=c) for x, c in zip(steps, carries, strict=True))
+        state = ActorState(past.env_id, last, unroll.carry)
+        return state, _split(past.replace(timestep=timestep), num_learners)
 
     return HostUnroll(partial(host_start, env, agent), begin, act, close)
 
@@ -187,7 +186,12 @@ def _write(past: ArrayTree, t: Array | int, tree: ArrayTree) -> ArrayTree:
     return jax.tree.map(lambda past, x: past.at[t].set(x), past, tree)
 
 
-def _split(tree: ArrayTree, axis: int, parts: int) -> list[ArrayTree]:
-    leaves, structure = jax.tree.flatten(tree)
-    split = [jnp.split(leaf, parts, axis) for leaf in leaves]
-    return [structure.unflatten([leaf[i] for leaf in split]) for i in range(parts)]
+def _split(trajectory: Trajectory, parts: int) -> tuple[Trajectory, ...]:
+    """Parts of a trajectory with equally many environments."""
+    split = jax.tree.map(
+        lambda axis, tree: jax.tree.map(lambda x: jnp.split(x, parts, axis), tree),
+        ENVS_AXIS,
+        trajectory,
+    )
+    outer, inner = jax.tree.structure(trajectory), jax.tree.structure([0] * parts)
+    return tuple(jax.tree.transpose(outer, inner, split))

@@ -136,4 +136,5 @@ def unroll(
     timesteps = jax.tree.map(
         lambda x, last: jnp.concatenate([x, last[None]]), timesteps, state.timestep
     )
-    return state, Trajectory(timesteps, action, extras, start), sum_finished(total, ended)
+    trajectory = Trajectory(timesteps, action, extras, start, state.env_id)
+    return state, trajectory, sum_finished(total, ended)

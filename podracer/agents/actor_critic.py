@@ -129,8 +129,8 @@ def gradient_steps(settings: Settings, *, whole_unrolls: bool) -> GradientSteps:
       whole_unrolls: whether an item is the unroll of an environment; otherwise it is a transition.
     """
     epochs, minibatches = settings.rollout.num_epochs, settings.rollout.num_minibatches
-    transitions = settings.num_envs * settings.unroll_length
-    items = settings.num_envs if whole_unrolls else transitions
+    transitions = settings.num_unrolls * settings.unroll_length
+    items = settings.num_unrolls if whole_unrolls else transitions
     return GradientSteps(
         epochs * minibatches,
         transitions // minibatches,

@@ -17,6 +17,8 @@ class Settings:
 
     Attributes:
       num_envs: number of environments, over all devices.
+      num_unrolls: number of unrolls of an update, over all devices: one of each environment, unless
+        remote workers step these, each at its own speed.
       unroll_length: steps that each environment takes between two updates (T).
       discount: gamma, in [0, 1].
       entropy_cost: weight of the entropy bonus.
@@ -31,6 +33,7 @@ class Settings:
     """
 
     num_envs: int
+    num_unrolls: int
     unroll_length: int
     discount: float
     entropy_cost: float
@@ -58,7 +61,11 @@ def replay_gradient_steps(settings: Settings, transitions: int) -> GradientSteps
             "replay buffer"
         )
     return replay.gradient_steps(
-        settings.replay, settings.num_envs, settings.unroll_length, transitions
+        settings.replay,
+        settings.num_envs,
+        settings.num_unrolls,
+        settings.unroll_length,
+        transitions,
     )
 
 
@@ -79,6 +86,7 @@ def make_replay(item: Item, spec: Spec, settings: Settings, devices: Devices) ->
         settings.replay,
         devices,
         num_envs=settings.num_envs,
+        num_unrolls=settings.num_unrolls,
         unroll_length=settings.unroll_length,
         frames=spec.frames,
     )

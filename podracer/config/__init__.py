@@ -154,7 +154,8 @@ class Config(AgentSections):
     @property
     def settings(self) -> Settings:
         """The settings that all agents share."""
-        return _select(Settings, self, rollout=_select(RolloutConfig, self))
+        rollout = _select(RolloutConfig, self)
+        return _select(Settings, self, rollout=rollout, num_unrolls=self.num_envs)
 
     @property
     def agent_config(self) -> Any:

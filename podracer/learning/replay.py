@@ -14,7 +14,7 @@ from flax import struct
 from podracer.errors import ConfigError
 from podracer.learning import priorities as priorities_lib
 from podracer.learning.priorities import TINY, Drawn, Layout, Priorities
-from podracer.learning.ring import Item, Ring, RingState, Window
+from podracer.learning.ring import Item, Ring, RingState, Window, Written
 from podracer.types import (
     Array,
     ArrayTree,
@@ -72,18 +72,19 @@ class ReplayConfig:
 
 
 def gradient_steps(
-    config: ReplayConfig, num_envs: int, unroll_length: int, transitions: int
+    config: ReplayConfig, num_envs: int, num_unrolls: int, unroll_length: int, transitions: int
 ) -> GradientSteps:
     """How an update is divided into gradient steps.
 
     Args:
       config: settings of the replay.
       num_envs: number of environments, over all devices.
+      num_unrolls: number of unrolls of an update, over all devices.
       unroll_length: steps of an unroll.
       transitions: transitions of an item that are learned from.
     """
     steps = f"{config.gradient_steps} gradient step" + "s" * (config.gradient_steps > 1)
-    ratio = config.gradient_steps * config.batch * transitions / (num_envs * unroll_length)
+    ratio = config.gradient_steps * config.batch * transitions / (num_unrolls * unroll_length)
     return GradientSteps(
         config.gradient_steps,
         config.batch * transitions,
@@ -114,6 +115,7 @@ class Replay(NamedTuple):
       config: settings.
       devices: the devices that learn.
       num_envs: number of environments, over all devices.
+      num_unrolls: number of unrolls of an update, over all devices.
       ring: where steps are.
       layout: where priorities are.
     """
@@ -121,6 +123,7 @@ class Replay(NamedTuple):
     config: ReplayConfig
     devices: Devices
     num_envs: int
+    num_unrolls: int
     ring: Ring
     layout: Layout
 
@@ -131,26 +134,27 @@ class Replay(NamedTuple):
 
     def init(self, trajectory: Trajectory) -> ReplayState:
         """An empty replay for such trajectories, see ``Source.init``."""
-        batch = trajectory.action.shape[1]
-        if batch % self.layout.envs:
+        envs = trajectory.action.shape[1] * self.num_envs // self.num_unrolls
+        if envs % self.layout.envs:
             raise ConfigError(
                 f"replay.batch={self.config.batch} and the {self.num_envs} environments have the "
                 f"greatest common divisor {self.layout.groups}, so that batches are drawn from "
-                f"that many groups of environments, which devices with {batch} environments each "
+                f"that many groups of environments, which devices with {envs} environments each "
                 f"would have to split; use a number of devices that divides {self.layout.groups}, "
                 "or another replay.batch"
             )
-        priorities = priorities_lib.init(self.layout, batch)
-        return ReplayState(self.ring.init(trajectory), priorities, jnp.zeros(batch))
+        priorities = priorities_lib.init(self.layout, envs)
+        return ReplayState(self.ring.init(trajectory, envs), priorities, jnp.zeros(envs))
 
     def add(
         self, state: ReplayState, train_state: TrainState, trajectory: Trajectory, key: Array
     ) -> tuple[ReplayState, ArrayTree]:
-        """Writes a trajectory over the oldest one, see ``Source.add``."""
+        """Writes unrolls over the oldest ones of their environments, see ``Source.add``."""
         del key
         stats = self.ring.item.update_stats(train_state, trajectory)
-        state = state.replace(ring=self.ring.write(state.ring, trajectory))
-        return self._set_first_priorities(state, train_state), stats
+        env = trajectory.env_id - self.devices.number() * state.largest.size
+        ring, written = self.ring.write(state.ring, trajectory, env)
+        return self._set_first_priorities(state.replace(ring=ring), train_state, written), stats
 
     def sample(
         self, state: ReplayState, train_state: TrainState, key: Array, i: Array
@@ -158,7 +162,7 @@ class Replay(NamedTuple):
         """Draws a batch, see ``Source.sample``."""
         del i
         drawn = priorities_lib.draw(state.priorities, self.layout, key, self.devices.number())
-        metrics = {"replay/age": self.ring.age(state.ring, drawn.item).mean()}
+        metrics = {"replay/age": self.ring.age(state.ring, drawn.env, drawn.item).mean()}
         # A probability of 0 marks a draw from a group without items.
         importance = (drawn.probability > 0).astype(jnp.float32)
         if self.prioritised:
@@ -185,17 +189,17 @@ class Replay(NamedTuple):
     def finish(self, state: ReplayState) -> tuple[ReplayState, dict[str, Array]]:
         """Reports how full the buffer is, see ``Source.finish``."""
         unrolls = self.ring.unrolls
-        return state, {"replay/fill": jnp.minimum(state.ring.count[0], unrolls) / unrolls}
+        return state, {"replay/fill": jnp.minimum(_mean_count(state), unrolls) / unrolls}
 
     @property
     def begin(self) -> int:
-        """Number of unrolls after which learning begins."""
-        unrolls = -(-self.config.begin // (self.num_envs * self.ring.unroll_length))
-        return max(unrolls, self.ring.first_unrolls)
+        """Number of updates after which learning begins."""
+        updates = -(-self.config.begin // (self.num_unrolls * self.ring.unroll_length))
+        return max(updates, -(-self.ring.first_unrolls * self.num_envs // self.num_unrolls))
 
     def ready(self, state: ReplayState) -> Array:
         """Whether enough steps were added, see ``Source.ready``."""
-        return state.ring.count[0] >= self.begin
+        return _mean_count(state) >= self.begin * self.num_unrolls / self.num_envs
 
     def _importance(self, probability: Array) -> Array:
         """Weights of the items of a batch, of which the largest over all devices is 1."""
@@ -204,23 +208,24 @@ class Replay(NamedTuple):
         weight = jnp.where(probability > 0, probability**power, 0.0)
         return weight / jnp.maximum(self.devices.max(weight.max()), TINY)
 
-    def _set_first_priorities(self, state: ReplayState, train_state: TrainState) -> ReplayState:
-        """Gives the items that the last unroll made complete their first priorities, and takes
-        away those of the items that it overwrote."""
-        batch, (new, exist, gone) = state.largest.size, self.ring.changed_items(state.ring)
-        envs = jnp.repeat(jnp.arange(batch), new.size)
-        window = self.ring.read(state.ring, envs, jnp.tile(new, batch), jnp.ones(envs.shape))
+    def _set_first_priorities(
+        self, state: ReplayState, train_state: TrainState, written: Written
+    ) -> ReplayState:
+        """Gives the items that new unrolls made complete their first priorities, and takes away
+        those of the items that they overwrote."""
+        changed = self.ring.changed_items(written)
+        complete = changed.new.shape[1]
+        envs, new = changed.env[:, :complete].ravel(), changed.new.ravel()
+        window = self.ring.read(state.ring, envs, new, jnp.ones(envs.shape))
         values = self._first_priorities(state, train_state, window)
         if self.ring.item.valid is not None:
             values = jnp.where(self.ring.item.valid(window), values, 0.0)
-        values = jnp.where(exist, values.reshape(batch, -1), 0.0)
-        values = jnp.pad(values, ((0, 0), (0, gone.size)))
-        items = jnp.concatenate([new, gone])
-        envs = jnp.repeat(jnp.arange(batch), items.size)
-        items = jnp.tile(items, batch)
-        return state.replace(
-            priorities=priorities_lib.assign(state.priorities, envs, items, values.ravel())
-        )
+        values = jnp.where(changed.exist, values.reshape(changed.new.shape), 0.0)
+        values = jnp.pad(values, ((0, 0), (0, changed.gone.shape[1])))
+        items = jnp.concatenate([changed.new, changed.gone], 1)
+        changes = (changed.env, items, values)
+        priorities = priorities_lib.assign(state.priorities, *map(jnp.ravel, changes))
+        return state.replace(priorities=priorities)
 
     def _raised(self, priorities: Array) -> Array:
         """Priorities raised to ``priority_exponent``, positive, so that every item can be drawn
@@ -239,12 +244,18 @@ class Replay(NamedTuple):
         return self._raised(self.ring.item.initial_priority(train_state, window))
 
 
+def _mean_count(state: ReplayState) -> Array:
+    """Unrolls that were added, a mean over environments, which is the same on all devices."""
+    return state.ring.count.mean()
+
+
 def make_source(
     item: Item,
     config: ReplayConfig,
     devices: Devices,
     *,
     num_envs: int,
+    num_unrolls: int,
     unroll_length: int,
     frames: int,
 ) -> Source:
@@ -255,6 +266,7 @@ def make_source(
       config: sizes, and how items are drawn.
       devices: the devices that learn.
       num_envs: number of environments, over all devices.
+      num_unrolls: number of unrolls of an update, over all devices.
       unroll_length: steps of an unroll (T).
       frames: see ``Spec.frames``.
 
@@ -271,7 +283,7 @@ def make_source(
             f"{ring.least_unrolls * per_unroll:,}"
         )
     layout = priorities_lib.make_layout(num_envs, config.batch, ring.items)
-    replay = Replay(config, devices, num_envs, ring, layout)
+    replay = Replay(config, devices, num_envs, num_unrolls, ring, layout)
     return Source(
         steps=config.gradient_steps,
         init=replay.init,

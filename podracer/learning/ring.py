@@ -95,12 +95,43 @@ class RingState(struct.PyTreeNode):
     Attributes:
       steps: the steps.
       carry: the agent's carry before each unroll, ``[B, slots / unroll length, ...]``.
-      count: ``[B]`` int32, the number of unrolls that were written.
+      count: ``[B]`` int32, the number of unrolls of each environment that were written.
     """
 
     steps: Step
     carry: ArrayTree
     count: Array
+
+
+class Written(NamedTuple):
+    """Unrolls that were written, ``[n]`` each.
+
+    Attributes:
+      env: number of the environment on this device.
+      number: number of unrolls of this environment up to this one.
+      later: number of unrolls of this environment that were written after this one.
+    """
+
+    env: Array
+    number: Array
+    later: Array
+
+
+class Changed(NamedTuple):
+    """What n unrolls have changed, each of them k + m items.
+
+    Attributes:
+      env: ``[n, k + m]``, the numbers of the items' environments; behind the last one for items
+        that a later unroll has changed again.
+      new: ``[n, k]``, the numbers of the items that the unroll made complete.
+      exist: ``[n, k]`` bool, whether they exist: there are none from before the first step.
+      gone: ``[n, m]``, the numbers of the items that are incomplete now.
+    """
+
+    env: Array
+    new: Array
+    exist: Array
+    gone: Array
 
 
 class Ring(NamedTuple):
@@ -154,52 +185,63 @@ class Ring(NamedTuple):
         overwritten."""
         return -(-(self._late + self._early) // self._per_unroll) + 1
 
-    def init(self, trajectory: Trajectory) -> RingState:
-        """An empty ring for such trajectories."""
-        batch = trajectory.action.shape[1]
+    def init(self, trajectory: Trajectory, envs: int) -> RingState:
+        """An empty ring of this many environments for such trajectories."""
         kept = jax.eval_shape(self._kept, trajectory)
 
         def allocate(length: int, tree: ArrayTree) -> ArrayTree:
-            return jax.tree.map(lambda x: jnp.zeros((batch, length, *x.shape[2:]), x.dtype), tree)
+            return jax.tree.map(lambda x: jnp.zeros((envs, length, *x.shape[2:]), x.dtype), tree)
 
         steps, carry = map(allocate, (self.slots, self.unrolls), kept)
-        return RingState(steps, carry, jnp.zeros(batch, jnp.int32))
+        return RingState(steps, carry, jnp.zeros(envs, jnp.int32))
 
-    def write(self, state: RingState, trajectory: Trajectory) -> RingState:
-        """Writes a trajectory over the oldest one."""
-        unroll = state.count[0] % self.unrolls
+    def write(
+        self, state: RingState, trajectory: Trajectory, env: Array
+    ) -> tuple[RingState, Written]:
+        """Writes each unroll over the oldest one of its environment.
+
+        Args:
+          state: the ring.
+          trajectory: the unrolls of n environments.
+          env: ``[n]``, the numbers of these environments on this device; one that occurs several
+            times has several unrolls, in their order.
+        """
+        same = env[:, None] == env
+        later = jnp.triu(same, 1).sum(1)
+        number = state.count[env] + jnp.tril(same, -1).sum(1)
+        # What later unrolls would overwrite is not written: the order of writes is undefined.
+        to = jnp.where(later < self.unrolls, env, state.count.size)
 
         def put(past: Array, new: Array) -> Array:
-            at = unroll * new.shape[1]
-            return jax.lax.dynamic_update_slice_in_dim(past, new, at, axis=1)
+            at = (number % self.unrolls * new.shape[1])[:, None] + jnp.arange(new.shape[1])
+            return past.at[to[:, None], at].set(new)
 
         steps, carry = jax.tree.map(put, (state.steps, state.carry), self._kept(trajectory))
-        return RingState(steps, carry, state.count + 1)
+        count = state.count.at[env].add(1)
+        return RingState(steps, carry, count), Written(env, number + 1, later)
 
-    def _next_slot(self, state: RingState) -> Array:
-        return state.count[0] % self.unrolls * self.unroll_length
-
-    def age(self, state: RingState, item: Array) -> Array:
-        """The age of items in updates, a fraction; that of the newest step is 0."""
-        newest = self._next_slot(state) - 1
+    def age(self, state: RingState, env: Array, item: Array) -> Array:
+        """The age of items in unrolls of their environment, a fraction; that of the newest step is
+        0."""
+        newest = state.count[env] % self.unrolls * self.unroll_length - 1
         return (newest - item * self.item.stride) % self.slots / self.unroll_length
 
-    def changed_items(self, state: RingState) -> tuple[Array, Array, Array]:
-        """What the last unroll changed, after it was written.
-
-        Returns:
-          The numbers ``[k]`` of the items that it made complete, whether they exist ``[k]`` (there
-          are none from before the first step), and the numbers ``[m]`` of the incomplete ones.
-        """
-        stride, per_unroll = self.item.stride, self._per_unroll
-        late, early = self._late, self._early
-        end = self._next_slot(state) // stride
-        new = end - per_unroll - late + jnp.arange(per_unroll)
-        gone = end - late + jnp.arange(late + early)
+    def changed_items(self, written: Written) -> Changed:
+        """What new unrolls have changed."""
+        per_unroll, late, early = self._per_unroll, self._late, self._early
+        env, number, later = (x[:, None] for x in written)
+        # Items are numbered from the first one that begins after the unroll.
+        new = jnp.arange(per_unroll) - per_unroll - late
+        gone = jnp.arange(-late, early)
+        end = number % self.unrolls * per_unroll
         # As if slots were numbered from the first step on; after a full round, all items exist.
-        count = jnp.minimum(state.count[0], self.unrolls + 1)
-        exist = (count - 1) * per_unroll - late + jnp.arange(per_unroll) >= early
-        return new % self.items, exist, gone % self.items
+        exist = jnp.minimum(number, self.unrolls + 1) * per_unroll + new >= early
+        # Items of the last unroll of an environment are numbered from later * per_unroll on.
+        unchanged = new - later * per_unroll >= early - self.items
+        last = jnp.broadcast_to(later == 0, (env.size, gone.size))
+        behind = jnp.iinfo(jnp.int32).max
+        envs = jnp.where(jnp.concatenate([unchanged, last], 1), env, behind)
+        return Changed(envs, (end + new) % self.items, exist, (end + gone) % self.items)
 
     def read(self, state: RingState, env: Array, item: Array, importance: Array) -> Window:
         """Reads items, given the numbers ``[n]`` of their environments and their own."""

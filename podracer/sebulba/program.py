@@ -1,6 +1,7 @@
 """Sebulba's compiled functions: the update over all learner devices, and acting on one device."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from podracer.learning.learner import Metrics
 from podracer.training import builder
 from podracer.training.builder import Components
 from podracer.types import (
+    ENVS_AXIS,
     Array,
     ArrayTree,
     Device,
@@ -43,9 +45,9 @@ class SebulbaState(struct.PyTreeNode):
 
 _REPLICATED: Any = mesh_lib.REPLICATED
 STATE_SPECS = SebulbaState(_REPLICATED, mesh_lib.SHARDED, _REPLICATED)
-# A trajectory is time-major, so its environments are the second axis; the carry has no time axis.
-_ENVS_SECOND: Any = mesh_lib.SHARDED_SECOND
-TRAJECTORY_SPECS = Trajectory(_ENVS_SECOND, _ENVS_SECOND, _ENVS_SECOND, carry=mesh_lib.SHARDED)
+TRAJECTORY_SPECS: Any = jax.tree.map(
+    lambda axis: (mesh_lib.SHARDED, mesh_lib.SHARDED_SECOND)[axis], ENVS_AXIS
+)
 
 
 def interleave(trajectories: Sequence[Trajectory]) -> Trajectory:
@@ -61,9 +63,9 @@ def interleave(trajectories: Sequence[Trajectory]) -> Trajectory:
         x = jnp.stack(xs, axis + 1)
         return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
-    steps = [x.replace(carry=()) for x in trajectories]
-    carry = jax.tree.map(lambda *xs: join(0, *xs), *(x.carry for x in trajectories))
-    return jax.tree.map(lambda *xs: join(1, *xs), *steps).replace(carry=carry)
+    return jax.tree.map(
+        lambda axis, *xs: jax.tree.map(partial(join, axis), *xs), ENVS_AXIS, *trajectories
+    )
 
 
 class LearnerFunctions(NamedTuple):

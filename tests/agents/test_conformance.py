@@ -35,7 +35,7 @@ def experience(carry):
                         jnp.asarray(stream.first))  # fmt: skip
     action = jnp.asarray(rng.integers(0, 2, (T, B)))
     log_prob = jnp.log(jnp.asarray(rng.uniform(0.2, 0.9, (T, B)), jnp.float32))
-    return Trajectory(timestep, action, {"log_prob": log_prob}, carry)
+    return Trajectory(timestep, action, {"log_prob": log_prob}, carry, jnp.arange(action.shape[1]))
 
 
 def vtrace_loss(network, trajectory, params):

@@ -45,7 +45,7 @@ def test_each_part_of_a_dictionary_has_moments_of_its_own_but_the_mask_has_none(
         zeros = np.zeros((21, 2))
         rows = {"pair": pair[i], "single": single[i], ACTION_MASK: mask[i]}
         observation = jax.tree.map(lambda x: jnp.concatenate([x, x[:1]]), rows)
-        trajectory = Trajectory(TimeStep(observation, zeros, zeros, zeros), None, None, None)
+        trajectory = Trajectory(TimeStep(observation, zeros, zeros, zeros), None, None, None, None)
         state = TrainState(Weights((), stats), (), (), jnp.int32(i))
         stats = update_stats(state, trajectory)
         parts = [

@@ -97,6 +97,7 @@ class Case:
                 self.action[part],
                 {"chosen": self.chosen[part], "best": self.best[part]},
                 carry,
+                np.arange(ITEMS),
             )
             trajectory = jax.tree.map(jnp.asarray, trajectory)
             source = self.agent.source.init(trajectory) if source is None else source

@@ -1,5 +1,8 @@
 """The replay against a list of all steps, and its draws against their probabilities."""
 
+from collections.abc import Sequence
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +15,7 @@ from podracer.learning.replay import ReplayConfig
 from podracer.learning.ring import Item, Kept, Ring
 from podracer.types import Devices, TimeStep, Trajectory
 from podracer.xla_cpu import prng
+from tests import helpers
 
 T, FRAMES = 4, 3
 
@@ -82,16 +86,31 @@ class World:
             stacked("action", rows[:-1]),
             {"twice": 2 * stacked("action", rows[:-1])},
             jnp.full(self.envs, start, jnp.int32),
+            jnp.arange(self.envs),
         )
 
     def valid(self, t: int) -> np.ndarray:
         return ~self.steps[t + 1]["first"] | (self.steps[t + 1]["discount"] == 0)
 
 
-def make(envs: int, capacity: int, length: int, stride: int = 1, frames: int = 1, **settings):
+def make(
+    envs: int,
+    capacity: int,
+    length: int,
+    stride: int = 1,
+    frames: int = 1,
+    unrolls: int | None = None,
+    **settings,
+):
     config = ReplayConfig(capacity=capacity * envs, begin=1, **{"batch": envs, **settings})
     return replay.make_source(
-        item(length, stride), config, Devices(), num_envs=envs, unroll_length=T, frames=frames
+        item(length, stride),
+        config,
+        Devices(),
+        num_envs=envs,
+        num_unrolls=unrolls or envs,
+        unroll_length=T,
+        frames=frames,
     )
 
 
@@ -251,6 +270,45 @@ def test_new_items_get_the_largest_priority_and_losses_set_them():
     np.testing.assert_allclose(metrics["replay/importance"], batch.importance.mean(), rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("length", "stride", "frames"), [(6, 1, FRAMES), (10, T, 1), (1, 1, 1), (8, T, FRAMES)]
+)
+def test_unrolls_go_to_their_environments_in_any_order(length, stride, frames):
+    envs, slots, unrolls = 3, 6 * T, 8
+    own = [World(1, seed, frames) for seed in range(envs)]
+    source = make(envs, slots, length, stride, frames, unrolls, batch=envs)
+    alone = make(1, slots, length, stride, frames, batch=1)
+    add, add_alone = (
+        jax.jit(lambda s, x, of=of: of.add(s, None, x, None)[0]) for of in (source, alone)
+    )
+    first = [world.unroll() for world in own]
+    state = source.init(numbered([first[0]] * unrolls, [0] * unrolls))
+    expected = [alone.init(x) for x in first]
+    rng = np.random.default_rng(0)
+    # The second environment is fast, at last so fast that it overwrites its own unrolls.
+    updates = [[0, 1, 1, 2, 1, 1, 0, 1], *rng.integers(0, envs, (8, unrolls)), [1] * 8, [1] * 8]
+    for numbers in updates:
+        new = [own[i].unroll() for i in numbers]
+        state = add(state, numbered(new, numbers))
+        for i, x in zip(numbers, new, strict=True):
+            expected[i] = add_alone(expected[i], x)
+        stacked = jax.tree.map(lambda *x: np.concatenate(x), *expected)
+        # Laid out differently, because the places of a row depend on the number of environments.
+        items = [
+            np.asarray(x.priorities.items).reshape(envs, -1)[:, : slots // stride]
+            for x in (state, stacked)
+        ]
+        np.testing.assert_array_equal(*items)
+        chex.assert_trees_all_equal(state.ring, stacked.ring)
+    assert items[0].any(1).all()
+
+
+def numbered(unrolls: list[Trajectory], numbers: Sequence[int]) -> Trajectory:
+    """Unrolls of one environment each as one trajectory, with these numbers of environments."""
+    joined = jax.tree.map(jnp.asarray, helpers.join(unrolls))
+    return joined.replace(env_id=jnp.asarray(numbers))
+
+
 def test_the_replay_is_ready_when_enough_is_in_it():
     envs = 2
     world = World(envs)
@@ -259,6 +317,7 @@ def test_the_replay_is_ready_when_enough_is_in_it():
         ReplayConfig(capacity=100 * envs, begin=25, batch=2),
         Devices(),
         num_envs=envs,
+        num_unrolls=envs,
         unroll_length=T,
         frames=1,
     )
@@ -279,7 +338,7 @@ def test_ages_are_counted_in_updates():
         state, _ = source.add(state, None, world.unroll(), None)
     ring = Ring(item(1), 10 * T, T, 1)
     newest = (13 * T - 1) % (10 * T)
-    ages = ring.age(state.ring, jnp.array([newest, newest - T, newest + 1]))
+    ages = ring.age(state.ring, jnp.zeros(3, int), jnp.array([newest, newest - T, newest + 1]))
     np.testing.assert_allclose(ages, [0, 1, 10 - 1 / T])
 
 
@@ -295,8 +354,6 @@ def test_impossible_settings():
         with pytest.raises(ConfigError, match=match):
             ReplayConfig(**changes)
     world = World(2)
-    four = replay.make_source(
-        item(1), ReplayConfig(batch=1), Devices(), num_envs=4, unroll_length=T, frames=1
-    )
+    four = make(4, 25_000, 1, batch=1)
     with pytest.raises(ConfigError, match=r"4 environments .* divisor 1, .* divides 1, or"):
         four.init(world.unroll())

@@ -21,6 +21,7 @@ from podracer.sebulba.setup import SebulbaSetup
 from podracer.sebulba.threads import HangLimits, Supervisor
 from podracer.training.loop import Result
 from podracer.types import HostEnvironment, Trajectory, Weights
+from tests import helpers
 from tests.helpers import make_config
 
 # One device that acts and learns, with one actor thread.
@@ -143,10 +144,7 @@ def act(
 
 def join_parts(output: ActorOutput) -> Trajectory:
     """The trajectory of an output in numpy, joined from the parts of all learner devices."""
-    parts = jax.device_get(list(output.parts))
-    steps = [x.replace(carry=()) for x in parts]
-    carry = jax.tree.map(lambda *x: np.concatenate(x), *(x.carry for x in parts))
-    return jax.tree.map(lambda *x: np.concatenate(x, 1), *steps).replace(carry=carry)
+    return helpers.join(output.parts)
 
 
 class FakeClock:

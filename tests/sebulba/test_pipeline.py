@@ -44,7 +44,8 @@ def test_environments_of_all_threads_are_in_the_order_of_their_numbers():
     def of_thread(k: int) -> Trajectory:
         numbers = np.arange(k, 6, 2)
         steps = 10 * np.arange(5)[:, None] + numbers
-        return Trajectory(TimeStep(steps, steps, steps, steps), steps[1:], (), carry=numbers)
+        timestep = TimeStep(steps, steps, steps, steps)
+        return Trajectory(timestep, steps[1:], (), carry=numbers, env_id=numbers)
 
     joined = interleave([of_thread(0), of_thread(1)])
     np.testing.assert_array_equal(joined.carry, np.arange(6))

@@ -2,10 +2,10 @@
 
 XLA's CPU backend runs a convolution by its fast kernels only if the axes are in standard order, and
 reorders them only outside of loops. The gradients of a convolution are convolutions with other
-orders of axes, and all of Anakin's learning is inside loops: there they ran 13 to 28 times slower
+orders of axes, and all of Anakin's learning is inside loops: there they ran 11 to 33 times slower
 than outside. This module writes the gradients out with the axes in standard order. The kernels take
-two to six times as long for each image of a large batch as for each of a few, so they get a few at
-a time. benchmarks/README.md has the measurements. Other platforms run JAX's own convolutions.
+up to twice as long for each image of a large batch as for each of a few, so they get a few at a
+time. benchmarks/README.md has the measurements. Other platforms run JAX's own convolutions.
 """
 
 from functools import partial
@@ -19,15 +19,23 @@ from podracer.types import Array
 
 Pairs = tuple[tuple[int, int], ...]
 AXES = ("NHWC", "HWIO", "NHWC")
-# The largest number of images at a time: 8 to 16 are the fastest in the layers of all torsos.
+# The largest number of images at a time.
 BLOCK = 16
 
 
 def _blocks(*arrays: Array) -> list[Array]:
-    """Arrays ``[N, ...]`` as blocks ``[N / size, size, ...]`` of the largest size that divides."""
+    """Arrays ``[N, ...]`` as few equal blocks ``[blocks, size, ...]``; the last is filled with
+    zeros."""
     count = len(arrays[0])
-    size = next(size for size in range(BLOCK, 0, -1) if count % size == 0)
-    return [a.reshape(count // size, size, *a.shape[1:]) for a in arrays]
+    blocks = max(1, -(-count // BLOCK))
+    size = -(-count // blocks)
+    arrays = [jnp.pad(a, [(0, blocks * size - count)] + [(0, 0)] * (a.ndim - 1)) for a in arrays]
+    return [a.reshape(blocks, size, *a.shape[1:]) for a in arrays]
+
+
+def _together(blocks: Array, count: int) -> Array:
+    """The first ``count`` elements of an array of blocks."""
+    return blocks.reshape(blocks.shape[0] * blocks.shape[1], *blocks.shape[2:])[:count]
 
 
 def _native(x: Array, kernel: Array, *, strides: tuple[int, ...], padding: Pairs) -> Array:
@@ -39,7 +47,7 @@ def _blockwise(x: Array, kernel: Array, *, strides: tuple[int, ...], padding: Pa
     """The convolution of one block of images after another."""
     convolve = partial(_native, kernel=kernel, strides=strides, padding=padding)
     y = lax.map(convolve, *_blocks(x))
-    return y.reshape(-1, *y.shape[2:])
+    return _together(y, len(x))
 
 
 def _standard_gradients(
@@ -82,8 +90,10 @@ def _blockwise_gradients(
         dx, dkernel = _standard_gradients(x, kernel, dy, strides=strides, padding=padding)
         return total + dkernel, dx
 
-    dkernel, dx = lax.scan(add, jnp.zeros_like(kernel), _blocks(x, dy))
-    return dx.reshape(x.shape), dkernel
+    # In float32 at least: in bfloat16 a sum of many blocks would stop growing.
+    zeros = jnp.zeros(kernel.shape, jnp.promote_types(kernel.dtype, jnp.float32))
+    dkernel, dx = lax.scan(add, zeros, _blocks(x, dy))
+    return _together(dx, len(x)), dkernel.astype(kernel.dtype)
 
 
 def _native_gradients(
@@ -94,6 +104,7 @@ def _native_gradients(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@partial(jax.jit, static_argnums=(2, 3), inline=True)
 def _convolve(x: Array, kernel: Array, strides: tuple[int, ...], padding: Pairs) -> Array:
     sizes = {"strides": strides, "padding": padding}
     return lax.platform_dependent(
@@ -107,6 +118,7 @@ def _save(
     return _convolve(x, kernel, strides, padding), (x, kernel)
 
 
+@partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _backward(
     strides: tuple[int, ...], padding: Pairs, saved: tuple[Array, Array], dy: Array
 ) -> tuple[Array, Array]:

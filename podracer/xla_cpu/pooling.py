@@ -50,7 +50,7 @@ def _pool_axis_gradient(x: Array, dy: Array, axis: int) -> Array:
     even = take(is_first, 0) + take(~(is_first | is_second), 1)
     odd = take(is_second, 0)
     dx = jnp.stack([even, odd], axis + 1)
-    dx = dx.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+    dx = dx.reshape(*x.shape[:axis], 2 * even.shape[axis], *x.shape[axis + 1 :])
     return lax.slice_in_dim(dx, before, before + x.shape[axis], axis=axis)
 
 

@@ -139,17 +139,23 @@ def test_convolutions_reject_observations_that_are_not_images_or_too_small():
             make(shape, torso=torso)
 
 
+def jax_convolve(x, w, stride, padding):
+    return jax.lax.conv_general_dilated(
+        x, w, (stride, stride), padding, dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+
+
+# On a CPU: two blocks of 10 images, three with an image of padding, one, and none.
+@pytest.mark.parametrize("images", [20, 35, 1, 0])
 @pytest.mark.parametrize("padding", ["SAME", "VALID", ((2, 1), (0, 3))])
 @pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (3, 2), (8, 4), (4, 3)])
-def test_convolutions_have_the_gradients_of_jax(padding, kernel, stride):
+def test_convolutions_have_the_gradients_of_jax(padding, kernel, stride, images):
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(20, 13, 11, 3)), jnp.float32)  # Two blocks of 10 on a CPU.
+    x = jnp.asarray(rng.normal(size=(images, 13, 11, 3)), jnp.float32)
     w = jnp.asarray(rng.normal(size=(kernel, kernel, 3, 5)), jnp.float32)
 
     def theirs(x, w):
-        return jax.lax.conv_general_dilated(
-            x, w, (stride, stride), padding, dimension_numbers=("NHWC", "HWIO", "NHWC")
-        )
+        return jax_convolve(x, w, stride, padding)
 
     ours, our_vjp = jax.vjp(lambda x, w: convolve(x, w, (stride, stride), padding), x, w)
     expected, their_vjp = jax.vjp(theirs, x, w)
@@ -159,11 +165,39 @@ def test_convolutions_have_the_gradients_of_jax(padding, kernel, stride):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
+def test_convolutions_in_bfloat16_have_gradients_as_exact_as_those_of_jax():
+    rng = np.random.default_rng(0)
+    # As behind a relu: a sum of many terms of one sign.
+    x = jnp.asarray(rng.uniform(size=(1021, 6, 6, 4)), jnp.float32)
+    w = jnp.asarray(rng.normal(size=(3, 3, 4, 5)), jnp.float32)
+
+    def gradient(convolve, dtype):
+        return jax.grad(lambda w: convolve(x.astype(dtype), w.astype(dtype)).sum().astype(float))(w)
+
+    exact = gradient(lambda x, w: jax_convolve(x, w, 1, "VALID"), jnp.float32)
+    ours = gradient(lambda x, w: convolve(x, w, (1, 1), "VALID"), jnp.bfloat16)
+    np.testing.assert_allclose(ours, exact, rtol=0.01)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_other_platforms_run_convolutions_and_pools_of_jax(platform):
+    def gradient(x, w):
+        return jax.grad(lambda x, w: max_pool(convolve(x, w, (1, 1), "VALID")).sum(), (0, 1))(x, w)
+
+    shapes = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((40, 8, 8, 3), (3, 3, 3, 4)))
+    traced = jax.jit(gradient).trace(*shapes)
+    own, theirs = (traced.lower(lowering_platforms=(p,)).as_text() for p in ("cpu", platform))
+    assert "select_and_scatter" in theirs
+    assert "select_and_scatter" not in own
+    assert "stablehlo.while" in own
+    assert "stablehlo.while" not in theirs
+
+
 @pytest.mark.parametrize(("height", "width"), [(8, 7), (5, 6), (1, 2)])
 def test_the_pool_has_the_values_and_the_gradient_of_jax(height, width):
     rng = np.random.default_rng(0)
-    # So few values that most windows have several largest elements.
-    x = jnp.asarray(rng.integers(0, 3, (2, height, width, 3)), jnp.float32)
+    # So few values that most windows have several largest elements; many of them are negative.
+    x = jnp.asarray(rng.integers(-2, 1, (2, height, width, 3)), jnp.float32)
 
     def theirs(x):
         return nnx.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")

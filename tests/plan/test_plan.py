@@ -8,7 +8,6 @@ import pathlib
 import runpy
 
 import jax
-import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
@@ -18,7 +17,6 @@ from podracer.plan import __main__ as plan_main
 from podracer.plan import chips, estimate, programs, table
 from podracer.plan.costs import Kernel
 from podracer.xla_cpu import prng
-from podracer.xla_cpu.convolution import convolve
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 CARTPOLE = f"--config={CONFIGS / 'cartpole.py'}"
@@ -229,23 +227,6 @@ def libtpu():
         for key, value in plan_main.ENVIRONMENT.items():
             patch.setenv(key, value)
         yield
-
-
-@needs_libtpu
-def test_tpu_programs_use_jaxs_own_convolution_gradients(libtpu):
-    def gradient(x, kernel):
-        return jax.grad(lambda x, k: convolve(x, k, (1, 1), "VALID").sum(), (0, 1))(x, kernel)
-
-    def text(device):
-        sharding = jax.sharding.SingleDeviceSharding(device)
-        shapes = ((2, 8, 8, 3), (3, 3, 3, 4))
-        x, kernel = (jax.ShapeDtypeStruct(s, jnp.float32, sharding=sharding) for s in shapes)
-        return jax.jit(gradient).lower(x, kernel).as_text()
-
-    tpu = chips.get_slice("v5e:2x2").devices[0]
-    # The order of axes in JAX's own gradient of the kernel.
-    assert "[f, 0, 1, b]x[i, 0, 1, o]" in text(tpu)
-    assert "[f, 0, 1, b]x[i, 0, 1, o]" not in text(jax.devices()[0])
 
 
 @needs_libtpu

@@ -29,6 +29,7 @@ from common import override, read_config, versions
 
 from podracer import config as config_lib
 from podracer.sebulba.setup import SebulbaSetup, make_actors, prepare
+from podracer.sebulba.threads import Supervisor
 from podracer.sebulba.trainer import compile_programs, make_supervisor, start_threads
 from podracer.types import Discrete, Pool, Spec
 
@@ -98,49 +99,68 @@ class Measured(NamedTuple):
     compile_seconds: float
 
 
+class Training:
+    """A run whose threads work from the start, and whose learner does some updates at a time.
+
+    Attributes:
+      steps_per_update: environment steps of an update.
+      compile_seconds: time to compile.
+      host_seconds: what the updates since it was cleared took, by activity.
+      row: this host's metrics of the last update.
+    """
+
+    def __init__(self, setup: SebulbaSetup, supervisor: Supervisor):
+        start = time.perf_counter()
+        compiled = compile_programs(setup)
+        self.compile_seconds = time.perf_counter() - start
+        self.steps_per_update = setup.sizes.steps_per_update
+        self.host_seconds, self.row = collections.Counter(), {}
+        self._state = compiled.state
+        self._learner = start_threads(setup, compiled, compiled.state, supervisor)
+
+    def update(self, count: int) -> float:
+        """Does some updates, and returns the seconds that they took."""
+        start = time.perf_counter()
+        for _ in range(count):
+            self._state, metrics = self._learner.step(self._state)
+            self.row = metrics.host
+            times = {
+                k: x for k, x in self.row.items() if k.startswith(("time/actor", "time/learner"))
+            }
+            self.host_seconds.update(times)
+        return time.perf_counter() - start
+
+
 def measure(setup: SebulbaSetup, seconds: float, rounds: int) -> Measured:
     """Measures training and the pools alone in turn, each for ``seconds`` in every round."""
-    start = time.perf_counter()
-    compiled = compile_programs(setup)
-    compile_seconds = time.perf_counter() - start
     pools = [actor.make_pool(0) for actor in make_actors(setup)]
     for pool in pools:
         pool.reset()
-    learn, alone, host_seconds = [], [], collections.Counter()
-    state = compiled.state
+    learn, alone = [], []
     with make_supervisor(setup.config.sebulba, warnings.warn) as supervisor:
-        learner = start_threads(setup, compiled, state, supervisor)
-
-        def update(count: int) -> float:
-            nonlocal state
-            begin = time.perf_counter()
-            for _ in range(count):
-                state, metrics = learner.step(state)
-                host_seconds.update(dict(metrics.host))
-            return time.perf_counter() - begin
-
-        update(2)
-        once = update(3) / 3
+        training = Training(setup, supervisor)
+        training.update(2)
+        once = training.update(3) / 3
         count = max(3, round(seconds / once))
         for _ in range(rounds):
             # Actors are at most two unrolls ahead of the learner, and then wait for it.
             time.sleep(3 * once)
             alone.append(ceiling(setup, pools, seconds))
             # Not counted: these updates use unrolls from before the measurement.
-            update(2)
-            host_seconds.clear()
-            used, steps = time.process_time(), count * setup.sizes.steps_per_update
-            rate = steps / update(count)
+            training.update(2)
+            training.host_seconds.clear()
+            used, steps = time.process_time(), count * training.steps_per_update
+            rate = steps / training.update(count)
             learn.append((rate, 1e3 * (time.process_time() - used) / steps))
     for pool in pools:
         pool.close()
     # Actors paused while the ceiling was measured.
     breakdown = {
         k.removeprefix("time/"): v
-        for k, v in host_seconds.items()
-        if k.startswith(("time/actor_", "time/learner_")) and k != "time/actor_pause"
+        for k, v in training.host_seconds.items()
+        if k != "time/actor_pause"
     }
-    return Measured(learn, alone, breakdown, compile_seconds)
+    return Measured(learn, alone, breakdown, training.compile_seconds)
 
 
 def frames(setup: SebulbaSetup) -> int:

@@ -11,6 +11,7 @@ from podracer.errors import ExitCode, run_command, unknown
 COMMANDS = {
     "anakin": "train in environments written in JAX",
     "sebulba": "train in host environments: envpool and Gymnasium",
+    "worker": "step environments for Sebulba on another machine",
     "evaluate": "evaluate a saved run, and draw an episode as a GIF",
     "plot": "draw the learning curves of runs",
     "look": "show the progress of a run",

@@ -32,7 +32,7 @@ def pool_seeds(
       update: the update at which the run was started or resumed.
       num_hosts: hosts that evaluate, each of which may round its share of the episodes up.
     """
-    total = config.num_envs + config.evaluation.episodes + num_hosts - 1
+    total = config.environments + config.evaluation.episodes + num_hosts - 1
     start = int(np.random.SeedSequence([config.seed, update]).generate_state(1, np.uint64)[0])
     return [(start + generation * total + int(i)) % 2**31 for i in env_ids]
 
@@ -55,7 +55,7 @@ def make_host_evaluation(
     """
     settings = config.evaluation
     ids = np.arange(settings.episodes) if episode_ids is None else np.asarray(episode_ids)
-    seeds = pool_seeds(config, config.num_envs + ids, 0, num_hosts=num_hosts)
+    seeds = pool_seeds(config, config.environments + ids, 0, num_hosts=num_hosts)
     threads = config.sebulba.pool_threads or cpu_cores()
     return HostEvaluation(env, agent, settings, lambda: env.make_pool(seeds, threads), ids)
 

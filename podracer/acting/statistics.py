@@ -91,22 +91,27 @@ class HostEpisodes:
     def __init__(self, batch: int):
         self.running = Episode(np.zeros(batch), np.zeros(batch))
 
-    def add(self, step: HostStep) -> tuple[Episode, np.ndarray]:
-        """Adds one arrival.
+    def add(
+        self, step: HostStep, index: np.ndarray | slice = slice(None)
+    ) -> tuple[Episode, np.ndarray]:
+        """Adds one arrival of the environments of these numbers, by default of all.
 
         Returns:
           Returns and lengths including this arrival, and which of them are of complete episodes.
         """
         # The reset step of an autoreset is not a step of a game.
         total = Episode(
-            self.running.ret + step.raw_reward, self.running.length + ~step.timestep.first
+            self.running.ret[index] + step.raw_reward,
+            self.running.length[index] + ~step.timestep.first,
         )
-        self.running = Episode(*(np.where(step.game_over, 0, x) for x in total))
+        for running, x in zip(self.running, total, strict=True):
+            running[index] = np.where(step.game_over, 0, x)
         return total, step.game_over
 
-    def abandon(self) -> None:
-        """Forgets the running episodes."""
-        self.running = Episode(*map(np.zeros_like, self.running))
+    def abandon(self, index: np.ndarray | slice = slice(None)) -> None:
+        """Forgets the running episodes of the environments of these numbers, by default of all."""
+        for running in self.running:
+            running[index] = 0
 
 
 def summarize(episodes: Episodes) -> dict[str, int | float]:

@@ -28,6 +28,7 @@ from podracer.learning.optimizer import OptimizerConfig
 from podracer.learning.replay import ReplayConfig
 from podracer.learning.rollout import RolloutConfig
 from podracer.nets.network import NetworkConfig
+from podracer.remote.settings import RemoteConfig
 from podracer.types import GradientSteps
 
 
@@ -57,7 +58,8 @@ class Config(AgentSections):
         ``num_envs`` environments.
       total_steps: environment steps to train for, over all devices, rounded up to whole calls (see
         ``updates_per_call``).
-      num_envs: number of environments, over all devices.
+      num_envs: number of environments, over all devices. With remote environments (see ``remote``),
+        the number of unrolls of an update.
       unroll_length: steps that each environment takes between two updates (T).
       updates_per_call: number of updates between two rows of metrics. Anakin makes them in one call
         of its compiled program. 0 chooses: about 100 rows a run with Anakin and 3,000 with Sebulba,
@@ -83,6 +85,7 @@ class Config(AgentSections):
       hosts: see ``distributed.joining.HostsConfig``.
       logging: see ``LoggingConfig``.
       sebulba: see ``SebulbaConfig``; Anakin ignores it.
+      remote: see ``remote.settings.RemoteConfig``; Anakin ignores it.
     """
 
     env: str = "gymnax:CartPole-v1"
@@ -121,6 +124,7 @@ class Config(AgentSections):
     hosts: HostsConfig = dataclasses.field(default_factory=HostsConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
     sebulba: SebulbaConfig = dataclasses.field(default_factory=SebulbaConfig)
+    remote: RemoteConfig = dataclasses.field(default_factory=RemoteConfig)
 
     def __post_init__(self):
         if self.agent not in AGENTS:
@@ -154,8 +158,18 @@ class Config(AgentSections):
     @property
     def settings(self) -> Settings:
         """The settings that all agents share."""
-        rollout = _select(RolloutConfig, self)
-        return _select(Settings, self, rollout=rollout, num_unrolls=self.num_envs)
+        return _select(
+            Settings,
+            self,
+            rollout=_select(RolloutConfig, self),
+            num_envs=self.environments,
+            num_unrolls=self.num_envs,
+        )
+
+    @property
+    def environments(self) -> int:
+        """Number of environments, over all devices; remote ones may be fewer at a time."""
+        return self.remote.num_envs or self.num_envs
 
     @property
     def agent_config(self) -> Any:

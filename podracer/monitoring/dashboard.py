@@ -39,7 +39,7 @@ ASCII = str.maketrans(BLOCKS + "━…", "_.-:=+*#=.")
 COLORS = {
     "training": "green", "environment": "green", "update": "green", "inference": "cyan",
     "compile": "yellow", "evaluation": "magenta", "checkpoint": "cyan", "setup": "blue",
-    "transfer": "blue", "publish": "blue", "wait": "red",
+    "transfer": "blue", "publish": "blue", "network": "yellow", "wait": "red",
 }  # fmt: skip
 
 
@@ -245,10 +245,7 @@ def _rows(view: View, width: int, verbose: bool) -> Iterator[tuple[str, Renderab
     if verbose:
         yield from ((name, _values(values)) for name, values in grouped.items())
     else:
-        if "loss" in grouped:
-            yield "losses", _values(grouped["loss"])
-        if "replay" in grouped:
-            yield "replay", _replay(grouped["replay"])
+        yield from _selection(grouped)
     for label, prefix in (("actors", "time/actor_"), ("learner", "time/learner_")):
         shares = {k.removeprefix(prefix): x for k, x in row.items() if k.startswith(prefix)}
         if shares:
@@ -263,6 +260,16 @@ def _rows(view: View, width: int, verbose: bool) -> Iterator[tuple[str, Renderab
             for owner, (used, limit) in view.memory.items()
         )
         yield "memory", Columns(texts, padding=(0, 2))
+
+
+def _selection(grouped: Mapping[str, Row]) -> Iterator[tuple[str, RenderableType]]:
+    """Lines for some of a row's groups, of those that it has."""
+    if "loss" in grouped:
+        yield "losses", _values(grouped["loss"])
+    if "replay" in grouped:
+        yield "replay", _replay(grouped["replay"])
+    if "remote" in grouped:
+        yield from _remote(grouped["remote"])
 
 
 def _series(series: Series, extremes: str, width: int) -> RenderableType:
@@ -296,6 +303,24 @@ def _replay(values: Mapping[str, int | float]) -> RenderableType:
         "importance": "importance",
     }
     return _values({label: values[name] for name, label in names.items() if name in values})
+
+
+def _remote(values: Mapping[str, int | float]) -> Iterator[tuple[str, RenderableType]]:
+    """Workers and what crosses the wire."""
+    names = {
+        "workers": "connected",
+        "free_places": "free places",
+        "joins": "joins",
+        "losses": "losses",
+        "restarts": "restarts",
+        "rejected": "rejected",
+    }
+    yield "workers", _values({label: values[name] for name, label in names.items()})
+    sizes = [f"{name} {size(int(values[f'{name}_mb'] * 1e6))}" for name in ("received", "sent")]
+    for name in ("env", "network"):
+        delays = [values[f"{name}_ms_{p}"] for p in ("p50", "p99") if f"{name}_ms_{p}" in values]
+        sizes += [f"{name} {' to '.join(number(x, 3) for x in delays)} ms"] if delays else []
+    yield "wire", Columns(map(Text, sizes), padding=(0, 2))
 
 
 def _shares(seconds: Mapping[str, float], width: int) -> RenderableType:

@@ -5,8 +5,6 @@ with a batch of environments of its own, so that one thread steps its environmen
 actions of another are computed.
 """
 
-import contextlib
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -14,11 +12,17 @@ import numpy as np
 
 from podracer.acting.host_unroll import ActorState, HostUnroll
 from podracer.monitoring.metrics import Clock
-from podracer.sebulba.pipeline import ActorOutput, ParameterServer, PauseTimer, TrajectoryQueue
+from podracer.sebulba.pipeline import (
+    ActorOutput,
+    ParameterServer,
+    PauseTimer,
+    TrajectoryQueue,
+    wait_for_learner,
+)
 from podracer.sebulba.pool import RestartingPool
 from podracer.sebulba.setup import Actor
 from podracer.sebulba.threads import Supervisor
-from podracer.sebulba.timing import ENVIRONMENT, INFERENCE, PAUSE, TRANSFER, WAIT
+from podracer.sebulba.timing import ENVIRONMENT, INFERENCE, TRANSFER
 from podracer.types import Array, HostStep, TimeStep, Trajectory, Weights
 
 
@@ -98,7 +102,7 @@ class ActorThread:
 
     def _get_weights(self, n: int) -> tuple[int, Weights]:
         """Waits for the weights of unroll n, and returns their version with them."""
-        with self._wait_for_learner():
+        with wait_for_learner(self._clock, self._pauses):
             return self._parameters.get(self._actor.device, self._schedule.version(n))
 
     def _unroll(
@@ -132,17 +136,7 @@ class ActorThread:
     def _put_trajectory(self, parts: tuple[Trajectory, ...], version: int) -> None:
         """Hands a trajectory to the learner, and waits until the queue has room for it."""
         pool, seconds = self._pool, self._clock.take()
-        output = ActorOutput(parts, version, pool.take_finished(), pool.restarts, seconds)
-        with self._wait_for_learner():
+        versions = np.full((1, 2), version)
+        output = ActorOutput(parts, versions, pool.take_finished(), pool.restarts, seconds)
+        with wait_for_learner(self._clock, self._pauses):
             self._trajectories.put(output)
-
-    @contextlib.contextmanager
-    def _wait_for_learner(self) -> Iterator[None]:
-        """Measures a wait for the learner, and separately the pauses that fall into it."""
-        with self._clock.measure(WAIT):
-            before = self._pauses.seconds()
-            yield
-            paused = self._pauses.seconds() - before
-        seconds = self._clock.seconds
-        seconds[WAIT] -= paused
-        seconds[PAUSE] = seconds.get(PAUSE, 0.0) + paused

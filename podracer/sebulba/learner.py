@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -40,6 +41,8 @@ class Learner:
         supervisor: Supervisor,
         first_update: int,
         heartbeat: Callable[[], None],
+        host_row: Callable[[], Row] = dict,
+        interruptible: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
         """Publishes nothing yet.
 
@@ -51,8 +54,12 @@ class Learner:
           pauses: measures the time between two calls of ``step``.
           supervisor: watches the worker thread.
           first_update: the update at which the run starts or resumes.
-          heartbeat: called before each update.
+          heartbeat: called before each update, and while remote environments are waited for.
+          host_row: further metrics of this host.
+          interruptible: a context in which a signal may interrupt the wait for a call's first
+            trajectories.
         """
+        self._host_row, self._interruptible = host_row, interruptible
         self._setup, self._sizes, self._update = setup, setup.sizes, update
         self._parameters, self._queues, self._pauses = parameters, queues, pauses
         self._worker = WorkerThread(supervisor, "learner", on_device=True)
@@ -73,11 +80,12 @@ class Learner:
         start = time.monotonic()
         updates: list[Metrics] = []
         outputs: list[ActorOutput] = []
-        lags: list[int] = []
-        for _ in range(self._sizes.updates_per_call):
+        lags: list[np.ndarray] = []
+        for i in range(self._sizes.updates_per_call):
             self._heartbeat()
-            with self._clock.measure(LEARNER_WAIT):
-                taken = [queue.get() for queue in self._queues]
+            interruptible = nullcontext if i else self._interruptible
+            with self._clock.measure(LEARNER_WAIT), interruptible():
+                taken = [queue.get(self._waiting) for queue in self._queues]
             with self._clock.measure(UPDATE):
                 learn = partial(self._learn, state, taken)
                 state, weights, metrics = self._worker.call("updating", learn)
@@ -85,7 +93,7 @@ class Learner:
             # Before actors use these weights: the errors that follow would hide the cause.
             losses = {name: x[None] for name, x in metrics.losses.items()}
             check_finite(losses, self.version, self._sizes)
-            lags += [self.version - output.version for output in taken]
+            lags += [self.version - output.versions for output in taken]
             outputs += [output._replace(parts=()) for output in taken]
             # Frees the device memory of the trajectories.
             del taken, learn
@@ -98,13 +106,21 @@ class Learner:
         *episodes, restarts = mesh_lib.process_all_gather(counts, self._setup.mesh)().sum(0)
         row = {
             "actor/restarts": int(restarts),
-            **self._timing_row(outputs, lags),
+            **self._host_row(),
+            **self._timing_row(outputs, np.concatenate(lags)),
             # The training loop would measure this one call late.
             "time/steps_per_second": len(updates) * self._sizes.steps_per_update / seconds,
         }
         self._pauses.pause()
         stacked = jax.tree.map(lambda *x: np.stack(x), *updates)
         return state, CallMetrics(stacked, EpisodeSums(*episodes), row)
+
+    def _waiting(self) -> None:
+        """Called while the learner waits for trajectories."""
+        # Remote workers may keep it waiting for ever. Actor threads that hang are noticed here, and
+        # not by other processes.
+        if self._setup.config.remote.num_envs:
+            self._heartbeat()
 
     def _learn(
         self, state: SebulbaState, taken: Sequence[ActorOutput]
@@ -139,7 +155,7 @@ class Learner:
         """How often this host's pools have been rebuilt so far."""
         return sum(output.restarts for output in outputs[-len(self._queues) :])
 
-    def _timing_row(self, outputs: Sequence[ActorOutput], lags: Sequence[int]) -> Row:
+    def _timing_row(self, outputs: Sequence[ActorOutput], lags: np.ndarray) -> Row:
         """Lags, and what the time was spent on: means per update, and over actor threads."""
         threads, updates = len(self._queues), self._sizes.updates_per_call
         seconds = {name: x / updates for name, x in self._clock.take().items()}
@@ -148,9 +164,9 @@ class Learner:
                 name = f"actor_{name}"
                 seconds[name] = seconds.get(name, 0.0) + x / updates / threads
         return {
-            "lag/min": min(lags),
-            "lag/mean": sum(lags) / len(lags),
-            "lag/max": max(lags),
+            "lag/min": int(lags.min()),
+            "lag/mean": float(lags.mean()),
+            "lag/max": int(lags.max()),
             **{f"time/{name}": x for name, x in seconds.items()},
         }
 

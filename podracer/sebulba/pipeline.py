@@ -1,11 +1,17 @@
 """What actor threads and learner exchange: trajectories one way, weights the other."""
 
+import contextlib
 import threading
 import time
+from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from podracer.acting.statistics import EpisodeSums
+from podracer.monitoring.metrics import Clock
 from podracer.sebulba.threads import POLL_S, SupervisedQueue, Supervisor
+from podracer.sebulba.timing import PAUSE, WAIT
 from podracer.types import Device, Trajectory, Weights
 
 
@@ -14,14 +20,15 @@ class ActorOutput(NamedTuple):
 
     Attributes:
       parts: the trajectory, one part on each of the host's learner devices.
-      version: version of the weights that the actor used.
+      versions: ``[n, 2]``, versions of the weights that acted: the oldest and the newest one of
+        each unroll, or of all if these are the same.
       episodes: numpy sums over the games that ended during the unroll.
       restarts: how often the thread's pool has been rebuilt so far.
       seconds: what the thread's time was spent on, see ``timing``.
     """
 
     parts: tuple[Trajectory, ...]
-    version: int
+    versions: np.ndarray
     episodes: EpisodeSums
     restarts: int
     seconds: dict[str, float]
@@ -101,3 +108,14 @@ class PauseTimer:
     def _total(self) -> float:
         running = 0.0 if self._paused_at is None else time.monotonic() - self._paused_at
         return self._finished_s + running
+
+
+@contextlib.contextmanager
+def wait_for_learner(clock: Clock, pauses: PauseTimer) -> Iterator[None]:
+    """Measures a wait for the learner, and separately the pauses that fall into it."""
+    with clock.measure(WAIT):
+        before = pauses.seconds()
+        yield
+        paused = pauses.seconds() - before
+    clock.seconds[WAIT] -= paused
+    clock.seconds[PAUSE] = clock.seconds.get(PAUSE, 0.0) + paused

@@ -11,6 +11,7 @@ from flax import struct
 
 from podracer.acting import host_unroll
 from podracer.acting.host_unroll import ActorState, HostUnroll, UnrollState
+from podracer.acting.independent_unroll import Arrivals, make_independent_unroll
 from podracer.config import Config
 from podracer.distributed import mesh as mesh_lib
 from podracer.learning.learner import Metrics
@@ -216,3 +217,99 @@ def compile_actor(functions: HostUnroll, shapes: ActorShapes, device: Device) ->
     """Compiles an actor's functions for its device."""
     lowered: Any = lower_actor(functions, shapes, device)
     return HostUnroll(*(function.compile() for function in lowered))
+
+
+class CompiledIndependent(NamedTuple):
+    """Acting in independent environments, compiled for an actor device.
+
+    Batches are filled up to one of a few sizes, so that nothing is compiled while a run goes on.
+
+    Attributes:
+      init: see ``IndependentUnroll``.
+      allocate: see ``IndependentUnroll``.
+      act: by the number of rows.
+      take: by the number of rows.
+      length: steps of an unroll (T).
+      unrolls: unrolls of a trajectory that a learner device receives.
+    """
+
+    init: Any
+    allocate: Any
+    act: dict[int, Any]
+    take: dict[int, Any]
+    length: int
+    unrolls: int
+
+    @property
+    def most(self) -> int:
+        """The largest number of rows."""
+        return max(self.act)
+
+    def size(self, rows: int) -> int:
+        """The size that so many rows are filled up to."""
+        return min(size for size in self.act if size >= rows)
+
+
+def batch_sizes(most: int) -> list[int]:
+    """The sizes of batches of at most so many rows: halved three times."""
+    return sorted({-(-most // 2**i) for i in range(4)})
+
+
+def compile_independent(
+    env: HostEnvironment,
+    components: Components,
+    key: Array,
+    shapes: ActorShapes,
+    device: Device,
+    *,
+    places: int,
+    batch: int,
+) -> CompiledIndependent:
+    """Compiles acting in independent environments for an actor device.
+
+    Args:
+      env: the environment.
+      components: agent, optimizer and update.
+      key: the run's random key.
+      shapes: of an actor thread with environments of its own.
+      device: the actor device.
+      places: places of an actor thread.
+      batch: most environments that are acted on at once.
+    """
+    trajectory = shapes.parts[0]
+    functions = make_independent_unroll(
+        env, components.agent, lambda n: builder.update_keys(key, n)[0], trajectory
+    )
+    on_device = jax.sharding.SingleDeviceSharding(device)
+
+    def compiled(function: Any, donate: tuple[int, ...], *arguments: Any) -> Any:
+        placed = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device), arguments
+        )
+        jitted = jax.jit(function, donate_argnums=donate, out_shardings=on_device)
+        return jitted.lower(*placed).compile()
+
+    def numbers(rows: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows,), np.int32)
+
+    state = jax.eval_shape(functions.init, numbers(places))
+
+    def act(rows: int) -> Any:
+        starts = jax.ShapeDtypeStruct((rows,), np.bool_)
+        timestep = host_unroll.transfer_shapes(env, rows)
+        arrivals = Arrivals(numbers(rows), numbers(rows), numbers(rows), starts, timestep)
+        return compiled(functions.act, (1,), shapes.weights, state, arrivals)
+
+    def take(rows: int) -> Any:
+        return compiled(functions.take, (0, 1), state, trajectory, numbers(rows), numbers(rows))
+
+    sizes = batch_sizes(min(batch, places))
+    length, unrolls = trajectory.action.shape[:2]
+    return CompiledIndependent(
+        compiled(functions.init, (), numbers(places)),
+        compiled(functions.allocate, ()),
+        {rows: act(rows) for rows in sizes},
+        {rows: take(rows) for rows in sizes},
+        length,
+        unrolls,
+    )

@@ -78,17 +78,21 @@ class SebulbaSetup(NamedTuple):
     @property
     def layout(self) -> dict[str, str]:
         """What runs on which devices, in words."""
-        threads, options = self.num_threads, self.config.sebulba
+        threads, options, remote = self.num_threads, self.config.sebulba, self.config.remote
         actors, learners = ([device.id for device in devices] for devices in self.split)
         hosts = self.mesh.size // len(learners)
         kind = self.split.actors[0].device_kind
-        lag = "free running" if options.free_running else f"lag {options.lag}"
+        free = options.free_running or remote.num_envs
+        lag = "free running" if free else f"lag {options.lag}"
         pools = f"{hosts * threads} pools of {self.sizes.num_envs // hosts // threads:,}"
+        environments = f"{self.sizes.num_envs:,} = {pools}"
+        if remote.num_envs:
+            environments = f"up to {remote.num_envs:,}, {remote.workers}"
         on_hosts = f" on {hosts} hosts" if hosts > 1 else ""
         return {
             "actors": f"devices {actors} ({kind}), {options.threads} threads each, {lag}",
             "learners": f"devices {learners}",
-            "environments": f"{self.sizes.num_envs:,} = {pools}{on_hosts}",
+            "environments": environments + on_hosts,
         }
 
 
@@ -129,11 +133,18 @@ def _check_settings(config: Config) -> None:
             raise ConfigError(
                 f"{name}={value} is for environments written in JAX; set it to {only}"
             )
-    if config.sebulba.free_running and not config.agent_config.off_policy:
+    remote = config.remote.num_envs > 0
+    if (config.sebulba.free_running or remote) and not config.agent_config.off_policy:
         others = " or ".join(map(repr, OFF_POLICY))
+        which = f"remote.num_envs={config.remote.num_envs}" if remote else "sebulba.free_running"
         raise ConfigError(
-            f"sebulba.free_running acts with weights of any age, which agent={config.agent!r} does "
-            f"not correct for; use agent={others}"
+            f"{which} acts with weights of any age, which agent={config.agent!r} does not correct "
+            f"for; use agent={others}"
+        )
+    if remote and config.whole_episodes:
+        raise ConfigError(
+            "whole_episodes=True begins all environments' episodes at once, and remote "
+            "environments progress independently; set it to False"
         )
 
 
@@ -180,6 +191,12 @@ def make_setup(
       ConfigError: sizes or shapes don't fit each other.
     """
     num_threads = len(split.actors) * config.sebulba.threads
+    divisor = num_threads * len(learners)
+    if config.remote.num_envs % divisor:
+        raise ConfigError(
+            f"remote.num_envs={config.remote.num_envs} does not divide evenly over {num_threads} "
+            f"actor threads times {len(learners)} learner devices; a multiple of {divisor} would"
+        )
     sizes = config_lib.sizes(config, len(learners), num_threads)
     mesh = mesh_lib.make_mesh(learners)
     components = builder.build(config, env.spec, sizes)

@@ -137,6 +137,7 @@ class Supervisor:
         # The activity of each thread that is not waiting for another one.
         self._activities: dict[str, Activity] = {}
         self._failure: tuple[str, BaseException] | None = None
+        self._at_end: list[Callable[[bool], None]] = []
 
     def start(self, name: str, body: Callable[[], None]) -> None:
         """Runs ``body`` in a thread of that name."""
@@ -234,7 +235,13 @@ class Supervisor:
     def __enter__(self) -> "Supervisor":
         return self
 
+    def at_end(self, close: Callable[[bool], None]) -> None:
+        """``close(succeeded)`` is called at the end of the block, while threads still run."""
+        self._at_end.append(close)
+
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for close in self._at_end:
+            close(kind is None)
         self.close()
         if kind is None:
             self.check()
@@ -256,14 +263,16 @@ class SupervisedQueue(Generic[T]):
             except queue.Full:
                 self._supervisor.check_wait()
 
-    def get(self) -> T:
-        """Takes an item, and waits until there is one."""
+    def get(self, waiting: Callable[[], None] = lambda: None) -> T:
+        """Takes an item, and waits until there is one; ``waiting`` is called every ``POLL_S``
+        seconds until then."""
         self._supervisor.begin_wait()
         while True:
             try:
                 return self._queue.get(timeout=POLL_S)
             except queue.Empty:
                 self._supervisor.check_wait()
+                waiting()
 
 
 class WorkerThread:

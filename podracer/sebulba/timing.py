@@ -7,8 +7,10 @@ from podracer.types import Row
 
 # An actor thread's time. Observations travel with the call that acts on them, which counts as
 # inference; "transfer" is the transfer of trajectories to the learner devices. "wait" is time spent
-# waiting for the learner to work, "pause" for the training loop to evaluate or save.
+# waiting for the learner to work, "pause" for the training loop to evaluate or save. While it waits
+# for remote environments, "network" is what their steps do not account for.
 ENVIRONMENT, INFERENCE, TRANSFER = "environment", "inference", "transfer"
+NETWORK = "network"
 WAIT, PAUSE = "wait", "pause"
 # The learner's time.
 LEARNER_WAIT, UPDATE, PUBLISH = "learner_wait", "learner_update", "learner_publish"
@@ -76,8 +78,10 @@ def advice(actor: dict[str, float], learner: dict[str, float]) -> str:
             f"Actors wait for the learner {share:.0%} of their time: more learner devices, fewer "
             "epochs, or a smaller network would make the run faster."
         )
+    remote = NETWORK in actor
     remedies = {
-        ENVIRONMENT: "more CPU cores or cheaper environments",
+        ENVIRONMENT: f"more {'workers' if remote else 'CPU cores'} or cheaper environments",
+        NETWORK: "more environments for each worker, a faster network, or smaller observations",
         INFERENCE: "more actor devices or more environments per thread",
         TRANSFER: "fewer or smaller observations",
     }

@@ -1,6 +1,7 @@
 """Trains with Sebulba: compiles, starts the threads, and runs the training loop."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Unpack
 
@@ -17,13 +18,14 @@ from podracer.sebulba.evaluation import EvaluationThread
 from podracer.sebulba.learner import Learner
 from podracer.sebulba.pipeline import ParameterServer, PauseTimer, TrajectoryQueue
 from podracer.sebulba.pool import RestartingPool
-from podracer.sebulba.program import SebulbaState
+from podracer.sebulba.program import CompiledIndependent, SebulbaState
+from podracer.sebulba.remote import RemoteActors
 from podracer.sebulba.setup import SebulbaSetup, make_actors, prepare
 from podracer.sebulba.threads import HangLimits, Supervisor
 from podracer.training import builder, loop
 from podracer.training.options import RunOptions
 from podracer.training.start import compile_and_restore, open_session
-from podracer.types import Device
+from podracer.types import Device, Row
 
 
 def train(
@@ -65,7 +67,17 @@ def train(
         if progress.update:
             session.log("environments start new episodes, because host environments can't be saved")
         with make_supervisor(parsed.sebulba, session.warn) as supervisor:
-            learner = start_threads(setup, compiled, state, supervisor, progress.update, heartbeat)
+            # Remote workers may keep the learner waiting for ever. Several processes stop together.
+            alone = parsed.remote.num_envs and session.processes.count == 1
+            learner = start_threads(
+                setup,
+                compiled,
+                state,
+                supervisor,
+                progress.update,
+                heartbeat,
+                session.stop.raising if alone else nullcontext,
+            )
             return loop.run(
                 state,
                 progress,
@@ -87,12 +99,13 @@ class CompiledPrograms(NamedTuple):
     Attributes:
       state: the learner's initial state.
       update: the learner's update.
-      actor_functions: the functions of the actor threads, by actor device.
+      actor_functions: the functions of the actor threads, by actor device; a ``HostUnroll``, or a
+        ``CompiledIndependent`` for remote environments.
     """
 
     state: SebulbaState
     update: Any
-    actor_functions: dict[Device, HostUnroll]
+    actor_functions: dict[Device, Any]
 
 
 def compile_programs(setup: SebulbaSetup) -> CompiledPrograms:
@@ -100,11 +113,26 @@ def compile_programs(setup: SebulbaSetup) -> CompiledPrograms:
     functions = setup.learner_functions
     state = jax.jit(functions.init)(setup.key)
     update = program.lower_update(functions, state, setup.trajectory_shapes()).compile()
-    actor_functions = {
-        device: program.compile_actor(setup.actor_functions, setup.actor_shapes, device)
-        for device in setup.split.actors
-    }
+    compile_actor = _compile_remote if setup.config.remote.num_envs else _compile_actor
+    actor_functions = {device: compile_actor(setup, device) for device in setup.split.actors}
     return CompiledPrograms(jax.block_until_ready(state), update, actor_functions)
+
+
+def _compile_actor(setup: SebulbaSetup, device: Device) -> HostUnroll:
+    return program.compile_actor(setup.actor_functions, setup.actor_shapes, device)
+
+
+def _compile_remote(setup: SebulbaSetup, device: Device) -> CompiledIndependent:
+    options = setup.config.remote
+    return program.compile_independent(
+        setup.env,
+        setup.components,
+        setup.key,
+        setup.actor_shapes,
+        device,
+        places=options.num_envs // jax.process_count() // setup.num_threads,
+        batch=options.batch,
+    )
 
 
 def make_supervisor(options: SebulbaConfig, warn: Callable[[str], None]) -> Supervisor:
@@ -121,6 +149,7 @@ def start_threads(
     supervisor: Supervisor,
     first_update: int = 0,
     heartbeat: Callable[[], None] = lambda: None,
+    interruptible: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Learner:
     """Starts the actor threads and the learner, and publishes the first weights.
 
@@ -131,21 +160,52 @@ def start_threads(
       supervisor: watches the threads.
       first_update: the update at which the run starts or resumes.
       heartbeat: called before each update.
+      interruptible: see ``Learner``.
 
     Returns:
       The learner, whose ``step`` is to be called with the state.
     """
+    parameters = ParameterServer(supervisor, keep=1 + setup.config.sebulba.lag)
+    pauses = PauseTimer()
+    start = _start_remote if setup.config.remote.num_envs else _start_local
+    queues, host_row = start(setup, compiled, parameters, pauses, supervisor, first_update)
+    learner = Learner(
+        setup,
+        compiled.update,
+        parameters,
+        queues,
+        pauses,
+        supervisor,
+        first_update,
+        heartbeat,
+        host_row,
+        interruptible,
+    )
+    learner.publish(program.copy_weights(state.train.weights))
+    return learner
+
+
+# The queue that the learner takes each trajectory of an update from, and metrics of this host.
+Started = tuple[list[TrajectoryQueue], Callable[[], Row]]
+
+
+def _start_local(
+    setup: SebulbaSetup,
+    compiled: CompiledPrograms,
+    parameters: ParameterServer,
+    pauses: PauseTimer,
+    supervisor: Supervisor,
+    first_update: int,
+) -> Started:
+    """Starts the actor threads, each with a pool of environments of its own."""
     options, sizes = setup.config.sebulba, setup.sizes
-    lag = None if options.free_running else options.lag
     schedule = Schedule(
         first_update,
         sizes.last(first_update),
         sizes.unroll_length,
-        lag,
+        None if options.free_running else options.lag,
         setup.config.whole_episodes,
     )
-    parameters = ParameterServer(supervisor, keep=1 + options.lag)
-    pauses = PauseTimer()
     queues = []
     for actor in make_actors(setup, first_update):
         queue = TrajectoryQueue(supervisor)
@@ -157,15 +217,22 @@ def start_threads(
         )
         supervisor.start(actor.name, thread.run)
         queues.append(queue)
-    learner = Learner(
-        setup,
-        compiled.update,
-        parameters,
-        queues,
-        pauses,
-        supervisor,
-        first_update,
-        heartbeat,
+    return queues, dict
+
+
+def _start_remote(
+    setup: SebulbaSetup,
+    compiled: CompiledPrograms,
+    parameters: ParameterServer,
+    pauses: PauseTimer,
+    supervisor: Supervisor,
+    first_update: int,
+) -> Started:
+    """Starts the actor threads of remote environments, which share a queue: a thread whose workers
+    are gone delays none of the others."""
+    queue = TrajectoryQueue(supervisor)
+    actors = RemoteActors(
+        setup, compiled.actor_functions, parameters, queue, pauses, supervisor, first_update
     )
-    learner.publish(program.copy_weights(state.train.weights))
-    return learner
+    supervisor.at_end(actors.close)
+    return [queue] * setup.num_threads, actors.row

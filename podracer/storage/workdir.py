@@ -38,7 +38,8 @@ LEARNING_CURVE = "learning_curve.png"
 DAMAGED = ".damaged"
 PACKAGES = (
     "jax", "jaxlib", "flax", "optax", "rlax", "distrax", "chex", "gymnax", "envpool", "gymnasium",
-    "brax", "craftax", "jumanji", "navix", "playground", "xminigrid", "orbax-checkpoint", "numpy",
+    "brax", "craftax", "jumanji", "navix", "playground", "xminigrid", "grpcio", "orbax-checkpoint",
+    "numpy",
 )  # fmt: skip
 # Errors of file systems without locks, such as some Lustre and NFS mounts.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)

@@ -207,14 +207,15 @@ class _Hooks:
 
     def __init__(
         self,
+        log: _RowLog,
         evaluate: Callable[[Any], Episodes],
-        check_drift: Callable[[Weights, int], None],
+        mesh: jax.sharding.Mesh,
         config: Config,
         sizes: Sizes,
         session: Session,
         clock: Clock,
     ):
-        self._evaluate, self._check_drift = evaluate, check_drift
+        self._log, self._evaluate, self.check_drift = log, evaluate, drift.make_check(mesh)
         self._config, self._sizes = config, sizes
         self._session, self._clock = session, clock
 
@@ -243,12 +244,13 @@ class _Hooks:
     def save(
         self, state: Any, update: int, score: float | None = None, pending: Row | None = None
     ) -> None:
-        """Saves the run while training continues; all rows up to this update have been written."""
+        """Writes the rows up to this update, and saves the run while training continues."""
+        self._log.flush()
         clock = self._clock
         self.reached(update, "saving")
         with clock.measure("checkpoint"):
             # A checkpoint holds the weights of one device.
-            self._check_drift(state.train.weights, update)
+            self.check_drift(state.train.weights, update)
             progress = Progress(update, clock.total(), dict(clock.seconds), pending=pending)
             self._session.save(state, progress, score)
 
@@ -288,7 +290,7 @@ def run(
     Args:
       state: the state to train from, whose ``train`` is a ``TrainState``; it is donated.
       progress: the run's progress at this state.
-      step: one call, compiled.
+      step: one call, compiled; may raise ``Interrupted`` before its first update.
       evaluate: plays the evaluation episodes with the weights of a state, compiled.
       config, sizes: the run's configuration and sizes.
       session: writes rows and checkpoints.
@@ -306,8 +308,7 @@ def run(
       TransientError: as ``SaveError``, for a reason that may be temporary.
     """
     log = _RowLog(config.seeds, sizes, session, clock, progress.update)
-    check_drift = drift.make_check(mesh)
-    hooks = _Hooks(evaluate, check_drift, config, sizes, session, clock)
+    hooks = _Hooks(log, evaluate, mesh, config, sizes, session, clock)
     consensus = _StopConsensus(session, mesh)
     with session.stop as stop, jax.transfer_guard("disallow"):
         if progress.pending is not None:
@@ -315,20 +316,21 @@ def run(
         for update in sizes.calls(progress.update):
             session.profile(state, update)
             hooks.reached(update, "training")
-            state, metrics = step(state)
+            try:
+                state, metrics = step(state)
+            except Interrupted:
+                hooks.stop(state, update)
             log.add(update, metrics)
             done = update + sizes.updates_per_call
             if _is_due(config.hosts.drift_every, update, done):
-                check_drift(state.train.weights, done)
+                hooks.check_drift(state.train.weights, done)
             if done >= sizes.num_updates or _is_due(config.evaluation.every, update, done):
                 hooks.evaluate(state, done, log.row())
             number, overdue = consensus.decide()
             if number is not None:
                 stop.number = number
-                log.flush()
                 hooks.stop(state, done)
             if overdue or _is_due(config.checkpoint.every, update, done):
-                log.flush()
                 hooks.save(state, done)
                 consensus.forget()
         hooks.save_last(state, sizes.last(progress.update))

@@ -96,7 +96,7 @@ def _make_host_evaluator(config: Config) -> Evaluator:
             evaluation.close()
 
     def record(weights: Weights, key: Array, recorder: FrameRecorder) -> Episodes:
-        (seed,) = pool_seeds(config, config.num_envs + np.arange(1), 0)
+        (seed,) = pool_seeds(config, config.environments + np.arange(1), 0)
         return rendering.record_host_episode(
             env, agent, config.evaluation, weights, key, seed, recorder
         )

@@ -29,8 +29,12 @@ def _blocks(*arrays: Array) -> list[Array]:
     count = len(arrays[0])
     blocks = max(1, -(-count // BLOCK))
     size = -(-count // blocks)
-    arrays = [jnp.pad(a, [(0, blocks * size - count)] + [(0, 0)] * (a.ndim - 1)) for a in arrays]
-    return [a.reshape(blocks, size, *a.shape[1:]) for a in arrays]
+
+    def divide(a: Array) -> Array:
+        a = jnp.pad(a, [(0, blocks * size - count)] + [(0, 0)] * (a.ndim - 1))
+        return a.reshape(blocks, size, *a.shape[1:])
+
+    return [divide(a) for a in arrays]
 
 
 def _together(blocks: Array, count: int) -> Array:

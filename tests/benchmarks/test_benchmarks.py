@@ -98,6 +98,23 @@ def test_sebulba():
     }
 
 
+def test_remote():
+    command = [
+        sys.executable, "benchmarks/remote.py", "--env=envpool:CartPole-v1", "--vector",
+        "--workers=1", "--num_envs=8", "--unroll_length=4", "--seconds=0.2", "--rounds=2",
+    ]  # fmt: skip
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    result = json.loads(run.stdout)
+    pairs = zip(
+        result["remote_steps_per_second_all"], result["local_steps_per_second_all"], strict=True
+    )
+    ratios = [there / here for there, here in pairs]
+    assert result["ratio"] == pytest.approx(sum(ratios) / 2, rel=0.01)
+    assert result["last_round"]["remote/received_mb"] > 0
+    assert result["last_round"]["time/actor_network"] > 0
+
+
 def test_checkpoint(load, capsys):
     load("checkpoint").main(["--gigabytes=0.002", "--devices=2", "--rounds=1"])
     (result,) = printed(capsys)

@@ -116,3 +116,29 @@ def test_processes_wait_for_one_that_compiles_for_longer(tmp_path):
     # Gloo, which connects the CPUs of processes, waits 30 seconds only.
     with Job("anakin", 2, tmp_path, code=SLOW_COMPILATION) as job:
         job.succeed()
+
+
+REMOTE = {"agent": "vtrace", "remote.num_envs": 32, "remote.local_workers": 1}
+# The workers of one process start after the other has waited for longer than its limit.
+LATE_WORKERS = """
+import sys, threading
+from podracer.sebulba import remote
+class LateWorkers(remote.LocalWorkers):
+    def __init__(self, *arguments):
+        self._processes = []
+        threading.Timer(30, super().__init__, arguments).start()
+if "--process_id=1" in sys.argv:
+    remote.LocalWorkers = LateWorkers
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_each_host_has_workers_of_its_own_and_waits_for_them(tmp_path):
+    settings = {**SHUFFLED, **REMOTE, "hosts.timeout_s": 10.0}
+    with Job("sebulba", 2, tmp_path, code=LATE_WORKERS, **settings) as job:
+        job.succeed()
+    row = job.rows()[-1]
+    assert (row["remote/workers"], row["remote/joins"], row["remote/free_places"]) == (2, 2, 0)
+    assert row["time/learner_wait"] > 0
+    assert row["train/episodes"] > 0

@@ -118,6 +118,17 @@ def test_the_view_shows_progress_returns_losses_times_and_memory():
     assert by_label["memory"] == "process 1.5 GiB device 2.5 GiB of 80.0 GiB"
 
 
+def test_the_view_shows_workers_and_what_crosses_the_wire():
+    names = ("workers", "free_places", "joins", "losses", "restarts", "rejected")
+    counts = {f"remote/{name}": number for number, name in enumerate(names, 2)}
+    times = {"env_ms_p50": 1.5, "env_ms_p99": 20.0, "network_ms_p50": 0.25, "network_ms_p99": 4.0}
+    row = train_row(1000, **counts, **{f"remote/{name}": x for name, x in times.items()})
+    row |= {"remote/received_mb": 3.5 * 2**20 / 1e6, "remote/sent_mb": 0.0}
+    words = " ".join(" ".join(line.strip("│ ").split()) for line in drawn(view_of(row)))
+    assert "workers connected 2 free places 3 joins 4 losses 5 restarts 6 rejected 7" in words
+    assert "received 3.5 MiB sent 0 Bytes env 1.50 to 20.0 ms network 0.250 to 4.00 ms" in words
+
+
 def test_the_view_shows_a_replay_and_that_it_fills():
     replay = {"replay/fill": 0.05, "train/learned": 0.0}
     filling = train_row(1000, **replay)

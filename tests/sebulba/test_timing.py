@@ -90,6 +90,8 @@ def test_waits_for_the_learner_leave_its_pauses_out(monkeypatch, counts):
     [
         ({"wait": 6.0, "environment": 3.0}, {"wait": 0.0, "update": 9.0}, "Actors wait .* 67%"),
         ({"environment": 8.0, "wait": 1}, {"wait": 5.0, "update": 4.0}, "more CPU cores"),
+        ({"environment": 8.0, "network": 1}, {"wait": 5.0, "update": 4.0}, "more workers"),
+        ({"environment": 1.0, "network": 8}, {"wait": 5.0, "update": 4.0}, "a faster network"),
         ({"inference": 8.0, "wait": 1}, {"wait": 5.0, "update": 4.0}, "more actor devices"),
         ({"transfer": 8.0, "wait": 1}, {"wait": 5.0, "update": 4.0}, "smaller observations"),
         ({"environment": 9.0}, {"update": 9.0, "wait": 0.5}, "well balanced"),

@@ -19,6 +19,8 @@ def import_grpc() -> Any:
     Raises:
       ConfigError: it is not installed.
     """
+    # It would print a line for each stranger whose handshake fails.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         import grpc
     except ImportError as error:

@@ -12,7 +12,8 @@ class Places:
     Place p belongs to actor thread p mod K, and to the learner device that has the p-th of equal
     parts of the places. A worker's places are all of one thread, so that its messages are answered
     by one batch, and of different learner devices in turn, so that all of these have something to
-    learn from.
+    learn from. They are spread over all numbers, because these stand for more than a place: the
+    epsilons of exploration, and the groups that a replay buffer draws equally from.
     """
 
     def __init__(self, places: int, threads: int, learners: int):
@@ -24,9 +25,10 @@ class Places:
           learners: number of learner devices.
         """
         part = places // learners
-        # As [threads, learners, ...], read with the learners changing fastest.
-        numbers = np.arange(places).reshape(learners, part // threads, threads)
-        self._free: list[list[int]] = numbers.transpose(2, 1, 0).reshape(threads, -1).tolist()
+        # As [threads, ..., learners], read with the learners changing fastest.
+        numbers = np.arange(places).reshape(learners, part // threads, threads).transpose(2, 1, 0)
+        order = spread(part // threads)
+        self._free: list[list[int]] = numbers[:, order].reshape(threads, -1).tolist()
         self._threads, self._lock = threads, threading.Lock()
 
     def take(self, most: int) -> tuple[int, np.ndarray]:
@@ -53,3 +55,11 @@ class Places:
         """Number of free places."""
         with self._lock:
             return sum(map(len, self._free))
+
+
+def spread(count: int) -> list[int]:
+    """The numbers below ``count`` in an order whose first ones, however many, are spread evenly.
+
+    As in the sequence of van der Corput, this is the order of the bits of ``i / count`` reversed.
+    """
+    return sorted(range(count), key=lambda i: f"{(i << 32) // count:032b}"[::-1])

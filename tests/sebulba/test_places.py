@@ -1,8 +1,9 @@
 """Which places workers get."""
 
 import numpy as np
+import pytest
 
-from podracer.sebulba.places import Places
+from podracer.sebulba.places import Places, spread
 
 
 def test_a_worker_has_places_of_one_thread_and_of_all_learner_devices():
@@ -28,3 +29,12 @@ def test_workers_are_spread_over_threads_and_places_are_used_again():
     assert places.free() == 2
     thread, again = places.take(5)
     assert (thread, set(again)) == (threads[2], set(taken[2]))
+
+
+@pytest.mark.parametrize("count", [1, 2, 12, 64])
+def test_the_first_places_are_spread_evenly(count):
+    order = spread(count)
+    assert sorted(order) == list(range(count))
+    for first in (1, 2, 4, 8, 16):
+        groups = np.array(order[:first]) * first // count
+        assert np.bincount(groups, minlength=first).max() <= (1 if count % first == 0 else 2)

@@ -123,11 +123,9 @@ class Training:
         start = time.perf_counter()
         for _ in range(count):
             self._state, metrics = self._learner.step(self._state)
-            self.row = metrics.host
-            times = {
-                k: x for k, x in self.row.items() if k.startswith(("time/actor", "time/learner"))
-            }
-            self.host_seconds.update(times)
+            self.row = dict(metrics.host)
+            activities = [k for k in self.row if k.startswith(("time/actor_", "time/learner_"))]
+            self.host_seconds.update({k: self.row[k] for k in activities})
         return time.perf_counter() - start
 
 

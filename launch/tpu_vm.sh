@@ -30,7 +30,7 @@ The program:
                            are uploaded including uncommitted changes; or URL or URL#REF of a git
                            repository. Default: this repository
   --install=COMMAND        command that installs it, run in its folder; default: a Python 3.12
-                           environment in .venv with '.[tpu,gcs,sebulba]'
+                           environment in .venv with '.[tpu,gcs,sebulba,remote]'
 
 The log of worker 0 is read by SSH to its external address, unless one of these is specified:
   --internal_ip            connect to its internal address, from a machine in the same VPC network
@@ -57,7 +57,7 @@ reject() { say "error: $*; see --help" && exit 2; }
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 name='' zone='' accelerator_type='' runtime_version='' source=$(dirname "$here")
 install="python3 -m pip install --quiet uv && python3 -m uv venv --quiet --python=3.12 &&
-  python3 -m uv pip install --quiet -e '.[tpu,gcs,sebulba]'"
+  python3 -m uv pip install --quiet -e '.[tpu,gcs,sebulba,remote]'"
 keep=false self_delete=false
 max_restarts=3 backoff=30 retry_for=600 patience=1800 report_timeout=1200 poll=15
 create_flags=(--quiet) project=() ssh=(compute tpus tpu-vm ssh) ssh_flags=(--quiet)

@@ -4,7 +4,6 @@ The learner says which environments, and chooses their actions. The worker may b
 and reconnects until it hears that the run is over.
 """
 
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -12,9 +11,9 @@ import jax
 from absl import flags
 
 from podracer import config
-from podracer.errors import ConfigError, PreemptedError, run_command
+from podracer.errors import ConfigError, run_command
 from podracer.remote import access
-from podracer.remote.worker import WorkerOptions, end_with_stdin, print_line, work
+from podracer.remote.worker import WorkerOptions, end_on_sigterm, end_with_stdin, print_line, work
 from podracer.training import command_line
 
 FLAGS: dict[str, command_line.Flag] = {
@@ -36,16 +35,6 @@ FLAGS: dict[str, command_line.Flag] = {
 }
 
 
-def _end_on_sigterm() -> None:
-    """Closes the environments at SIGTERM, also as the first process of a container, which would
-    ignore it."""
-
-    def stop(*_: object) -> None:
-        raise PreemptedError("stopped by SIGTERM")
-
-    signal.signal(signal.SIGTERM, stop)
-
-
 def _command(argv: Sequence[str]) -> None:
     given = command_line.parse_flags("worker --connect=HOST:PORT", FLAGS, argv)
     if not given["connect"]:
@@ -53,7 +42,7 @@ def _command(argv: Sequence[str]) -> None:
     quiet = given.pop("quiet")
     if given.pop("local"):
         end_with_stdin()
-    _end_on_sigterm()
+    end_on_sigterm()
     # A worker needs no accelerator, and must not take one from another process.
     jax.config.update("jax_platforms", "cpu")
     log = (lambda _: None) if quiet else print_line

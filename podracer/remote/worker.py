@@ -9,6 +9,7 @@ import os
 import queue
 import random
 import secrets
+import signal
 import sys
 import threading
 import time
@@ -20,7 +21,7 @@ import numpy as np
 
 from podracer import envs as envs_lib
 from podracer.envs.permission import needs_permission
-from podracer.errors import ConfigError, ExitCode, TransientError
+from podracer.errors import ConfigError, ExitCode, PreemptedError, TransientError
 from podracer.remote import access, server, wire
 from podracer.remote.pools import Ended, PoolThread, Stepped
 from podracer.remote.wire import Header, Kind, Layout, WireError
@@ -318,6 +319,16 @@ def end_with_stdin() -> None:
         os._exit(ExitCode.OK)
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+def end_on_sigterm() -> None:
+    """Closes the environments at SIGTERM, also as the first process of a container, which would
+    ignore it."""
+
+    def stop(*_: object) -> None:
+        raise PreemptedError("stopped by SIGTERM")
+
+    signal.signal(signal.SIGTERM, stop)
 
 
 def print_line(text: str) -> None:

@@ -9,8 +9,11 @@ tasks are real processes. All state is in the folder ``$CLOUD``:
   creates                  JSON list of what the next requests for a slice do, see ``create``
   failing-deletions        how many of the next deletions fail
   no-permission            exists if workers may not use the bucket
+  resources/KIND/NAME      what was created otherwise: a secret's data, or the flags
+  refused                  JSON list of commands that fail, such as "secrets create"
+  addresses                of the hosts of the slice, as gcloud prints them
   slow-kill                exists if a worker's kill returns only after the trainer has ended
-  time-limit, scancel      created by a test to let the SLURM job reach --signal, or be cancelled
+  time-limit, scancel      created to let the SLURM job reach --signal, or be cancelled
 """
 
 import contextlib
@@ -29,12 +32,31 @@ import time
 CLOUD = pathlib.Path(os.environ["CLOUD"])
 WORKER_HOME = "/var/lib/podracer"  # on a real worker
 GCLOUD_FLAGS = {
+    "compute firewall-rules create": "action direction network priority project rules "
+    "source-ranges source-tags target-tags",
+    "compute firewall-rules delete": "project quiet",
+    "compute firewall-rules list": "format project quiet",
+    "compute instance-groups managed create": "project size template zone",
+    "compute instance-groups managed delete": "project quiet zone",
+    "compute instance-groups managed list": "format project quiet zones",
+    "compute instance-groups managed resize": "project size zone",
+    "compute instance-templates create": "image-family image-project instance-termination-action "
+    "machine-type metadata-from-file network no-address project provisioning-model scopes "
+    "service-account tags",
+    "compute instance-templates delete": "project quiet",
+    "compute instance-templates list": "format project quiet",
     "compute tpus queued-resources create": "accelerator-type description metadata-from-file "
     "node-id project quiet runtime-version service-account spot zone",
     "compute tpus queued-resources delete": "async force project quiet zone",
     "compute tpus queued-resources describe": "format project zone",
+    "compute tpus tpu-vm describe": "format project zone",
     "compute tpus tpu-vm ssh": "command internal-ip project quiet worker zone",
     "alpha compute tpus tpu-vm ssh": "command project quiet tunnel-through-iap worker zone",
+    "secrets add-iam-policy-binding": "member project role",
+    "secrets create": "data-file project replication-policy",
+    "secrets delete": "project quiet",
+    "secrets list": "format project quiet",
+    "secrets versions access": "out-file project secret",
     "storage cat": "",
     "storage cp": "no-clobber quiet",
     "storage ls": "",
@@ -72,7 +94,11 @@ def signal_worker(home: pathlib.Path, number: int) -> None:
 
 def boot(home: pathlib.Path) -> None:
     """Starts a worker: its start-up script, in a process group of its own."""
-    environment = os.environ | {"PODRACER_HOME": str(home), "TPU_WORKER_ID": home.name[7:]}
+    environment = os.environ | {
+        "PODRACER_HOME": str(home),
+        "PODRACER_HOSTS": str(home / "etc-hosts"),
+        "TPU_WORKER_ID": home.name[7:],
+    }
     if (CLOUD / "slow-kill").exists():
         environment["BASH_FUNC_kill%%"] = '() { builtin kill "$@" && sleep 0.3; }'
     process = subprocess.Popen(
@@ -162,12 +188,18 @@ def create(slice_: pathlib.Path, arguments: list[str]) -> int:
     return 0
 
 
-def delete(slice_: pathlib.Path) -> int:
+def deletion_fails() -> bool:
     failing = CLOUD / "failing-deletions"
     left = int(failing.read_text()) if failing.exists() else 0
     if left:
         failing.write_text(str(left - 1))
-        return fail("ERROR: (gcloud...delete) UNAVAILABLE: try again later")
+        fail("ERROR: (gcloud...delete) UNAVAILABLE: try again later")
+    return left > 0
+
+
+def delete(slice_: pathlib.Path) -> int:
+    if deletion_fails():
+        return 1
     # In a session of its own, because a worker that deletes its slice ends with it.
     command = [sys.executable, "-S", __file__, "remove", slice_.name]
     return subprocess.run(command, check=False, start_new_session=True).returncode
@@ -181,7 +213,8 @@ def remove(arguments: list[str]) -> int:
     return 0
 
 
-def queued_resources(verb: str, name: str, arguments: list[str]) -> int:
+def queued_resources(verb: str, arguments: list[str]) -> int:
+    name, *arguments = arguments
     slice_ = CLOUD / "slices" / name
     slice_.parent.mkdir(exist_ok=True)
     if verb == "create":
@@ -192,6 +225,70 @@ def queued_resources(verb: str, name: str, arguments: list[str]) -> int:
         return delete(slice_)
     file = FORMATS.get(flag(arguments, "format"))
     print((slice_ / file).read_text() if file else "failedData=no capacity;state=FAILED")
+    return 0
+
+
+# Google's side: secrets, firewall rules, and a group of machines, of which one is started.
+
+
+def start_machine(group: pathlib.Path, template: str) -> None:
+    home = group / "worker-0"
+    home.mkdir(parents=True)
+    (home / "etc-hosts").write_text("127.0.0.1 localhost\n")
+    shutil.copy(CLOUD / "resources/instance-templates" / template, group / "startup-script")
+    boot(home)
+
+
+def make_resource(kind: str, path: pathlib.Path, arguments: list[str]) -> int:
+    script = flag(arguments, "metadata-from-file") or ""
+    source = flag(arguments, "data-file") or script.removeprefix("startup-script=")
+    path.write_text(pathlib.Path(source).read_text() if source else json.dumps(arguments))
+    if kind == "managed":
+        start_machine(CLOUD / "slices" / path.name, flag(arguments, "template"))
+    return 0
+
+
+def delete_resource(kind: str, path: pathlib.Path) -> int:
+    if deletion_fails():
+        return 1
+    if kind == "instance-templates" and (CLOUD / "resources/managed" / path.name).exists():
+        return fail("ERROR: (gcloud...delete) the template is in use")
+    if kind == "managed":
+        remove([path.name])
+    path.unlink()
+    return 0
+
+
+def resources(kind: str, verb: str, arguments: list[str]) -> int:
+    folder = CLOUD / "resources" / kind
+    folder.mkdir(parents=True, exist_ok=True)
+    if verb == "list":
+        print("\n".join(path.name for path in folder.iterdir()))
+        return 0
+    refused = CLOUD / "refused"
+    if refused.exists() and f"{kind} {verb}" in json.loads(refused.read_text()):
+        return fail(f"ERROR: (gcloud...{verb}) PERMISSION_DENIED")
+    path = folder / arguments[0]
+    if path.exists() == (verb == "create"):
+        return fail(f"ERROR: (gcloud...{verb}) {path.name} exists already, or does not exist")
+    if verb == "create":
+        return make_resource(kind, path, arguments)
+    return delete_resource(kind, path) if verb == "delete" else 0
+
+
+def read_secret(arguments: list[str]) -> int:
+    secret = CLOUD / "resources/secrets" / flag(arguments, "secret")
+    if not secret.exists():
+        return fail("ERROR: (gcloud.secrets.versions.access) NOT_FOUND")
+    shutil.copy(secret, flag(arguments, "out-file"))
+    return 0
+
+
+def describe_slice() -> int:
+    addresses = CLOUD / "addresses"
+    if not addresses.exists():
+        return fail("ERROR: (gcloud.compute.tpus.tpu-vm.describe) NOT_FOUND")
+    print(addresses.read_text())
     return 0
 
 
@@ -236,10 +333,14 @@ def gcloud(arguments: list[str]) -> int:
         if argument.startswith("--") and argument[2:].partition("=")[0] not in known:
             return fail(f"ERROR: (gcloud) unrecognized arguments: {argument}", 2)
     *_, group, verb = command.split()
-    if group == "storage":
-        return storage(verb, arguments)
-    if group == "queued-resources":
-        return queued_resources(verb, arguments[0], arguments[1:])
+    if group in ("storage", "queued-resources"):
+        return {"storage": storage, "queued-resources": queued_resources}[group](verb, arguments)
+    if group == "tpu-vm":
+        return ssh(arguments) if verb == "ssh" else describe_slice()
+    return read_secret(arguments) if group == "versions" else resources(group, verb, arguments)
+
+
+def ssh(arguments: list[str]) -> int:
     home = CLOUD / "slices" / arguments[0] / f"worker-{flag(arguments, 'worker')}"
     if not home.exists():
         return fail("ERROR: (gcloud) no such worker", 255)
@@ -277,8 +378,8 @@ def python3(arguments: list[str]) -> int:
 # SLURM.
 
 SBATCH_OPTIONS = {
-    "cpus-per-task", "gpus-per-node", "job-name", "nodes", "ntasks-per-node", "open-mode", "output",
-    "requeue", "signal", "time",
+    "cpus-per-task", "gpus-per-node", "job-name", "no-kill", "nodes", "ntasks-per-node",
+    "open-mode", "output", "requeue", "signal", "time",
 }  # fmt: skip
 
 
@@ -286,31 +387,67 @@ def read_options(arguments: list[str]) -> dict[str, str]:
     options = {}
     for argument in arguments:
         name, _, options[name] = argument.removeprefix("--").partition("=")
+    assert options.keys() <= SBATCH_OPTIONS | SRUN_OPTIONS, options
     return options
+
+
+def split(words: list[str], separator: str) -> list[list[str]]:
+    """The components of a heterogeneous job; one if there is no separator."""
+    found = [[]]
+    for word in words:
+        if word == separator:
+            found.append([])
+        else:
+            found[-1].append(word)
+    return found
+
+
+def job_variables(job: str, components: list[dict[str, str]]) -> dict[str, str]:
+    """Of the batch script, as SLURM 22.05 sets them. In a heterogeneous job those that describe the
+    tasks are missing."""
+    first, *others = components
+    tasks = int(first.get("nodes", 1)) * int(first.get("ntasks-per-node", 1))
+    variables = {"SLURM_JOB_ID": job}
+    if "gpus-per-node" in first:
+        variables["SLURM_GPUS_ON_NODE"] = first["gpus-per-node"]
+    if not others:
+        if "cpus-per-task" in first:
+            variables["SLURM_CPUS_PER_TASK"] = first["cpus-per-task"]
+        return variables | {"SLURM_NTASKS": str(tasks)}
+    variables["SLURM_HET_SIZE"] = str(len(components))
+    for number, component in enumerate(components):
+        nodes, cpus = component["nodes"], component.get("cpus-per-task", "1")
+        cpus += f"(x{nodes})" if int(nodes) > 1 else ""
+        names = [f"node-{number}-{node}" for node in range(int(nodes))]
+        variables |= {
+            f"SLURM_JOB_NODELIST_HET_GROUP_{number}": ",".join(names),
+            f"SLURM_JOB_NUM_NODES_HET_GROUP_{number}": nodes,
+            f"SLURM_JOB_CPUS_PER_NODE_HET_GROUP_{number}": cpus,
+        }
+    return variables
 
 
 def sbatch(arguments: list[str]) -> int:
     """Runs a batch job to its end, over all times that it is requeued; returns its exit code."""
-    at = next(i for i, argument in enumerate(arguments) if not argument.startswith("-"))
+    at = next(i for i, word in enumerate(arguments) if not word.startswith("-") and word != ":")
     header = re.findall(r"^#SBATCH (\S+)", pathlib.Path(arguments[at]).read_text(), re.MULTILINE)
-    options = read_options(header) | read_options(arguments[:at])
-    assert options.keys() <= SBATCH_OPTIONS, options
+    components = [
+        read_options(words) | read_options(given)
+        for words, given in itertools.zip_longest(
+            split(header, "hetjob"), split(arguments[:at], ":"), fillvalue=[]
+        )
+    ]
+    options = components[0]
     job = os.environ.get("JOB", "7")
-    tasks = int(options.get("nodes", 1)) * int(options.get("ntasks-per-node", 1))
-    variables = {"SLURM_JOB_ID": job, "SLURM_NTASKS": str(tasks)}
-    for option, variable in (
-        ("cpus-per-task", "SLURM_CPUS_PER_TASK"),
-        ("gpus-per-node", "SLURM_GPUS_ON_NODE"),
-    ):
-        if option in options:
-            variables[variable] = options[option]
+    variables = job_variables(job, components)
     requeue, output = CLOUD / "requeue", options["output"].replace("%j", job)
     assert options["open-mode"] == "append"
     for restarts in itertools.count():
         if restarts:
             variables["SLURM_RESTART_COUNT"] = str(restarts)
         requeue.unlink(missing_ok=True)
-        (CLOUD / "steps").unlink(missing_ok=True)
+        for steps in CLOUD.glob("steps*"):
+            steps.unlink()
         with open(output, "a") as log:
             process = subprocess.Popen(
                 ["bash", *arguments[at:]],
@@ -323,6 +460,9 @@ def sbatch(arguments: list[str]) -> int:
             while process.poll() is None:
                 send_signals(process.pid, options)
                 time.sleep(0.02)
+        for steps in CLOUD.glob("steps*"):  # what is still running ends with the job
+            for group in json.loads(steps.read_text()):
+                kill_group(group, signal.SIGKILL)
         if not requeue.exists() or "requeue" not in options:
             return process.returncode
     raise AssertionError
@@ -342,6 +482,12 @@ def send_signals(job: int, options: dict[str, str]) -> None:
             kill_group(group, signal.SIGTERM)
 
 
+SRUN_OPTIONS = {
+    "cpus-per-task", "het-group", "kill-on-bad-exit", "no-kill", "nodes", "ntasks",
+    "ntasks-per-node",
+}  # fmt: skip
+
+
 def srun(arguments: list[str]) -> int:
     """Runs one task per node; returns the largest exit code. As since SLURM 22.05, tasks have one
     CPU unless srun itself is told otherwise; as on many clusters (KillOnBadExit), a task that fails
@@ -349,22 +495,27 @@ def srun(arguments: list[str]) -> int:
     at = next(i for i, argument in enumerate(arguments) if not argument.startswith("-"))
     options = read_options(arguments[:at])
     cpus = options.get("cpus-per-task") or os.environ.get("SRUN_CPUS_PER_TASK") or "1"
+    number = options.get("ntasks") or os.environ["SLURM_NTASKS"]
+    component = options.get("het-group", "0")
     tasks = [
         subprocess.Popen(
             arguments[at:],
             env=os.environ
             | {
                 "SLURM_CPUS_PER_TASK": cpus,
+                "SLURM_NTASKS": number,
                 "SLURM_PROCID": str(task),
                 "SLURM_LOCALID": "0",
                 "SLURM_STEP_NODELIST": "localhost",
             },
             start_new_session=True,
         )
-        for task in range(int(os.environ["SLURM_NTASKS"]))
+        for task in range(int(number))
     ]
-    (CLOUD / "steps.part").write_text(json.dumps([task.pid for task in tasks]))
-    (CLOUD / "steps.part").rename(CLOUD / "steps")
+    steps = CLOUD / ("steps" if component == "0" else f"steps-{component}")
+    part = CLOUD / f"part-{component}"
+    part.write_text(json.dumps([task.pid for task in tasks]))
+    part.rename(steps)
     while any(task.poll() is None for task in tasks):
         if any(task.poll() for task in tasks):
             for task in tasks:
@@ -376,12 +527,20 @@ def srun(arguments: list[str]) -> int:
 
 
 def scontrol(arguments: list[str]) -> int:
+    if arguments[:2] == ["show", "hostnames"]:
+        print(arguments[2].replace(",", "\n"))
+        return 0
     assert arguments[0] == "requeue"
     (CLOUD / "requeue").touch()
     return 0
 
 
-TOOLS = [gcloud, curl, python3, sbatch, srun, scontrol]
+def scancel(arguments: list[str]) -> int:
+    (CLOUD / "scancel").touch()
+    return 0
+
+
+TOOLS = [gcloud, curl, python3, sbatch, srun, scontrol, scancel]
 EVENTS = [preempt, reboot, remove]  # what happens to a slice without a call by the launchers
 
 

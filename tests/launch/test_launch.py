@@ -71,7 +71,7 @@ def cloud(tmp_path, monkeypatch):
     folder, tools, source = tmp_path / "cloud", tmp_path / "tools", tmp_path / "source"
     for path in (folder, tools, source):
         path.mkdir()
-    for tool in ("gcloud", "curl", "python3", "sbatch", "srun", "scontrol"):
+    for tool in ("gcloud", "curl", "python3", "sbatch", "srun", "scontrol", "scancel"):
         script = f'#!/bin/sh\nexec "{sys.executable}" -S "{FAKE}" {tool} "$@"\n'
         (tools / tool).write_text(script)
         (tools / tool).chmod(0o755)
@@ -86,7 +86,7 @@ def cloud(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
     yield folder
     groups = [int(path.read_text()) for path in folder.glob("slices/*/worker-*/group")]
-    for file in (*folder.glob("job"), *folder.glob("steps")):
+    for file in (*folder.glob("job"), *folder.glob("steps*")):
         groups += json.loads(file.read_text())
     for group in groups + [process.pid for process in launched if process.poll() is None]:
         with contextlib.suppress(ProcessLookupError):
@@ -232,7 +232,7 @@ def test_tpu_vm_creates_installs_trains_and_deletes(cloud):
         "--accelerator-type=v5litepod-8", "--service-account=me",
     } <= set(create)  # fmt: skip
     # Both architectures are installed: Sebulba needs envpool.
-    install = ["python3", "-m", "uv", "pip", "install", "--quiet", "-e", ".[tpu,gcs,sebulba]"]
+    install = ["python3", "-m", "uv", "pip", "install", "--quiet", "-e", ".[tpu,gcs,sebulba,remote]"]
     assert calls(cloud, "python3", "-m", "uv", "pip") == [install] * 2
     for worker in (0, 1):
         (note,) = trained(cloud, worker)
@@ -748,7 +748,7 @@ def extras(text: str) -> set[str]:
 def test_the_image_can_run_both_architectures_on_tpus():
     dockerfile = (LAUNCH / "Dockerfile").read_text()
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert extras(dockerfile) == {"tpu", "gcs", "sebulba"}
+    assert extras(dockerfile) == {"tpu", "gcs", "sebulba", "remote"}
     assert extras(dockerfile) <= known["optional-dependencies"].keys()
     (base,) = re.findall(r"^FROM (\S+)$", dockerfile, flags=re.MULTILINE)
     assert base == "python:3.12-slim"

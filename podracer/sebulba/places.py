@@ -1,7 +1,6 @@
 """Which places of this host are free, and which worker has the others."""
 
 import threading
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -10,10 +9,11 @@ class Places:
     """The places of a host's environments, which workers take and give back; thread-safe.
 
     Place p belongs to actor thread p mod K, and to the learner device that has the p-th of equal
-    parts of the places. A worker's places are all of one thread, so that its messages are answered
-    by one batch, and of different learner devices in turn, so that all of these have something to
-    learn from. They are spread over all numbers, because these stand for more than a place: the
-    epsilons of exploration, and the groups that a replay buffer draws equally from.
+    parts of the places. A worker's places are of one thread while that has enough, so that its
+    messages are answered by one batch, and of different learner devices in turn, so that all of
+    these have something to learn from. They are spread over all numbers, because these stand for
+    more than a place: the epsilons of exploration, and the groups that a replay buffer draws
+    equally from.
     """
 
     def __init__(self, places: int, threads: int, learners: int):
@@ -31,25 +31,22 @@ class Places:
         self._free: list[list[int]] = numbers[:, order].reshape(threads, -1).tolist()
         self._threads, self._lock = threads, threading.Lock()
 
-    def take(self, most: int) -> tuple[int, np.ndarray]:
-        """Takes places of the thread that has most of them, in its order.
-
-        Returns:
-          The thread, and at most ``most`` places ``[n]``; none if all are taken.
-        """
+    def take(self, most: int) -> np.ndarray:
+        """Takes at most so many places ``[n]``, none if all are taken, from the thread that has
+        most of them and then from the next."""
+        taken: list[int] = []
         with self._lock:
-            thread = max(range(self._threads), key=lambda k: len(self._free[k]))
-            free = self._free[thread]
-            taken, self._free[thread] = free[:most], free[most:]
-        return thread, np.array(taken, np.int32)
+            for k in sorted(range(self._threads), key=lambda k: -len(self._free[k])):
+                rest = most - len(taken)
+                taken += self._free[k][:rest]
+                self._free[k] = self._free[k][rest:]
+        return np.array(taken, np.int32)
 
-    def give_back(self, places: Sequence[int] | np.ndarray) -> None:
-        """Places are free again, to be taken before others."""
-        places = [int(place) for place in places]
-        if places:
-            with self._lock:
-                thread = places[0] % self._threads
-                self._free[thread] = places + self._free[thread]
+    def give_back(self, places: np.ndarray) -> None:
+        """Places of one thread are free again, to be taken before others."""
+        with self._lock:
+            thread = int(places[0]) % self._threads
+            self._free[thread] = places.tolist() + self._free[thread]
 
     def free(self) -> int:
         """Number of free places."""

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -102,7 +102,7 @@ class RemoteActors:
 
     def admit(self, guest: Guest, num_envs: int, restarts: int) -> dict[str, Any]:
         """See ``server.Desk``."""
-        thread, places = self._places.take(min(num_envs, wire.MOST_ROWS))
+        places = self._places.take(min(num_envs, wire.MOST_ROWS))
         if not len(places):
             raise RefusedError(Goodbye("all places are taken", "later"))
         guest.take_places(places)
@@ -111,7 +111,8 @@ class RemoteActors:
             self._joins += 1
             self._workers += 1
             self._restarts += restarts > 0
-        self._threads[thread].inbox.put(Joined(self._rows(places)))
+        for thread, mine in self._by_thread(places):
+            thread.inbox.put(Joined(self._rows(places[mine])))
         config = self._setup.config
         seeds = pool_seeds(
             config,
@@ -127,7 +128,7 @@ class RemoteActors:
             "observed": list(config.observed),
             "newest_frame": config.sebulba.newest_frame,
             "seeds": seeds,
-            "batch": self._threads[thread].most,
+            "batch": self._threads[0].most,
             "timeout_s": config.remote.timeout_s,
             "steps": self.steps.describe(),
             "actions": self.actions.describe(),
@@ -137,19 +138,26 @@ class RemoteActors:
         """The numbers of places of one thread within this thread."""
         return places // self._setup.num_threads
 
-    def _thread(self, guest: Guest) -> InferenceThread:
-        return self._threads[int(guest.places[0]) % self._setup.num_threads]
+    def _by_thread(self, places: np.ndarray) -> Iterator[tuple[InferenceThread, np.ndarray]]:
+        """The threads of places ``[n]``, each with a mask of those that are its own."""
+        numbers = places % self._setup.num_threads
+        for k in np.unique(numbers):
+            yield self._threads[k], numbers == k
 
     def arrive(self, guest: Guest, index: np.ndarray, step: HostStep, microseconds: int) -> None:
         """See ``server.Desk``."""
-        if len(index) > self._thread(guest).most:
+        if len(index) > self._threads[0].most:
             raise wire.WireError("more steps than are acted on at once")
         sent_at, stepping = float(guest.sent_at[index].max()), microseconds / 1e6
         trip = time.monotonic() - sent_at if sent_at else 0.0
         if sent_at:
             self._trips.append((trip, stepping))
-        row = self._rows(guest.places[index])
-        self._thread(guest).inbox.put(Arrived(guest, index, row, step, trip, stepping))
+        places = guest.places[index]
+        for thread, mine in self._by_thread(places):
+            # Most often they are all of one thread, and need no copy.
+            own = step if mine.all() else jax.tree.map(lambda x, mine=mine: x[mine], step)
+            row = self._rows(places[mine])
+            thread.inbox.put(Arrived(guest, index[mine], row, own, trip, stepping))
 
     def leave(self, guest: Guest, cause: str) -> None:
         """See ``server.Desk``."""
@@ -158,8 +166,10 @@ class RemoteActors:
         with self._lock:
             self._workers -= 1
             self._losses += bool(cause)
-        give_back = partial(self._places.give_back, guest.places)
-        self._thread(guest).inbox.put(Left(self._rows(guest.places), give_back))
+        for thread, mine in self._by_thread(guest.places):
+            places = guest.places[mine]
+            give_back = partial(self._places.give_back, places)
+            thread.inbox.put(Left(self._rows(places), give_back))
 
     def _answer(self, guest: Guest, index: np.ndarray, actions: np.ndarray) -> None:
         self._server.answer(guest, index, actions)

@@ -88,13 +88,17 @@ class Lost:
     def __init__(self, address: str, num_envs: int):
         self.channel = grpc.insecure_channel(address)
         offer = WorkerOptions([address], num_envs)
-        connection = Connection(offer, self.channel.stream_stream(server.METHOD), quiet)
-        self._thread = threading.Thread(target=self._run, args=(connection,), daemon=True)
+        self._connection = Connection(offer, self.channel.stream_stream(server.METHOD), quiet)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def _run(self, connection: Connection) -> None:
+    def _run(self) -> None:
         with contextlib.suppress(grpc.RpcError, ValueError):
-            connection.run()
+            self._connection.run()
+
+    def joins(self) -> int:
+        """How often it has been admitted."""
+        return int(self._connection.welcomed)
 
     def kill(self) -> None:
         self.channel.close()

@@ -112,6 +112,8 @@ def test_what_workers_must_not_send_ends_their_stream_and_reaches_nobody_else():
         run.work(8)
         outputs = run.outputs(2)
         for messages, match in BAD.values():
+            # The one before has left.
+            wait_until(lambda: run.actors.row()["remote/free_places"] == 4)
             stranger = Stranger(run.address)
             for message in messages:
                 stranger.send(message)

@@ -11,9 +11,11 @@ life ends an episode (``episodic_life``), the agent sees an end with discount 0,
 score continues until the game is over.
 """
 
+import contextlib
 import importlib
+import signal
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -48,6 +50,21 @@ def _import() -> ModuleType:
         raise missing_extra("sebulba", "an environment 'envpool:...'") from error
 
 
+@contextlib.contextmanager
+def _signals_left_to_the_run() -> Iterator[None]:
+    """Processes and threads that are started in this context never receive SIGINT and SIGTERM.
+
+    Each ViZDoom environment is a process. Ctrl-C reaches a terminal's whole group of processes, and
+    envpool aborts when one of them has ended. They handle these signals themselves, so it doesn't
+    help to ignore them; but they inherit which ones are blocked.
+    """
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
 class EnvPool:
     """A synchronous pool, see ``types.Pool``.
 
@@ -66,15 +83,17 @@ class EnvPool:
     ):
         self.newest = newest
         self._name = name
-        self._pool = _import().make(
-            name,
-            env_type="gymnasium",
-            num_envs=len(seeds),
-            num_threads=threads,
-            # A seed for each environment: from a single seed, envpool would count up.
-            env_seed=list(seeds),
-            **options,
-        )
+        module = _import()
+        with _signals_left_to_the_run():
+            self._pool = module.make(
+                name,
+                env_type="gymnasium",
+                num_envs=len(seeds),
+                num_threads=threads,
+                # A seed for each environment: from a single seed, envpool would count up.
+                env_seed=list(seeds),
+                **options,
+            )
         self._max_steps = self._pool.spec.config.max_episode_steps or np.inf
         self._ended = np.zeros(len(seeds), bool)
 

@@ -1,9 +1,12 @@
 """Host environments: their pools follow the one convention of ``types.Pool``."""
 
+import contextlib
 import importlib
 import os
+import pathlib
 import re
 import signal
+import sys
 import types
 from typing import Any
 
@@ -42,12 +45,14 @@ def play(env, steps, seeds=(1, 2, 3, 4), actions=None):
         ("envpool:CartPole-v1", {"max_episode_steps": 14}, 14),
         # A limit that envpool's max_episode_steps does not know of.
         ("envpool:Highway-v0", {"duration": 14}, 14),
+        ("envpool:Basic-v1", {"use_combined_action": True, "max_episode_steps": 14}, 14),
         ("gymnasium:CartPole-v1", {"max_episode_steps": 14}, 14),
         ("dummy:counting", {"truncate": True}, None),
         ("dummy:counting", {}, None),
     ],
 )
-def test_an_episode_begins_in_the_step_after_an_end(env_id, kwargs, limit):
+def test_an_episode_begins_in_the_step_after_an_end(env_id, kwargs, limit, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where ViZDoom leaves its settings
     out = play(envs.make_host_environment(env_id, kwargs, {}), 200)
     timestep = out.timestep
     assert timestep.first[0].all()
@@ -200,6 +205,43 @@ def test_the_processes_of_gymnasium_s_environments_leave_signals_to_the_run(numb
         for process in pool._envs.processes:
             os.kill(process.pid, number)
         assert pool.step(np.zeros(2, np.int32)).timestep.reward.tolist() == [1, 1]
+    finally:
+        pool.close()
+
+
+def children(name):
+    """The numbers of this process's own child processes whose command has this name."""
+    found = []
+    for folder in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command, _, rest = (folder / "stat").read_text().rpartition(")")
+            if command.endswith(f"({name}") and int(rest.split()[1]) == os.getpid():
+                found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+def test_the_processes_of_vizdoom_leave_signals_to_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where ViZDoom leaves its settings
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    kwargs = {"use_combined_action": True, "img_height": 8, "img_width": 8}
+    env = envs.make_host_environment("envpool:HealthGathering-v1", kwargs, {})
+    pool = env.make_pool([0, 1], 1)
+    try:
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == blocked
+        pool.reset()
+        games = children("vizdoom")
+        assert len(games) == 2
+        for game in games:
+            # Looked up first, because envpool aborts when a game has ended.
+            status = pathlib.Path(f"/proc/{game}/status").read_text()
+            masked = int(re.findall(r"SigBlk:\s*(\w+)", status)[0], 16)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                assert masked >> (number - 1) & 1
+                os.kill(game, number)
+        for _ in range(5):
+            assert not pool.step(np.zeros(2, np.int32)).game_over.any()
+        assert children("vizdoom") == games
     finally:
         pool.close()
 

@@ -84,7 +84,7 @@ def test_devices_are_split_into_actors_and_learners(count, settings, expected):
 
 
 @pytest.mark.parametrize(
-    "name", ["cartpole", "lunarlander", "mujoco", "atari", "coinrun", "football"]
+    "name", ["cartpole", "lunarlander", "mujoco", "atari", "coinrun", "football", "vizdoom"]
 )
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 def test_configs_fit_hosts_of_any_size(name, count):

@@ -301,7 +301,8 @@ def make_desk(args: argparse.Namespace) -> TrivialDesk:
     steps, actions = wire.step_layout(env), wire.action_layout(env)
     welcome = {
         **{"env": args.env, "env_kwargs": {}, "env_params": {}, "observed": []},
-        **{"newest_frame": newest, "batch": args.batch, "timeout_s": START_S},
+        **{"newest_frame": newest, "batch": args.batch},
+        **{"timeout_s": START_S, "step_timeout_s": START_S},
         **{"steps": steps.describe(), "actions": actions.describe()},
     }
     return TrivialDesk(steps, actions, args.envs, welcome)

@@ -58,10 +58,9 @@ class Payload(NamedTuple):
 
     def host_steps(self) -> list[HostStep]:
         """The steps of each message."""
-        scalar, flag = np.zeros(self.rows, np.float32), np.zeros(self.rows, bool)
-        return [
-            HostStep(TimeStep(x, scalar, scalar, flag), scalar, flag) for x in self.observations
-        ]
+        zero, one = np.zeros(self.rows, np.float32), np.ones(self.rows, np.float32)
+        first, over = np.ones(self.rows, bool), np.zeros(self.rows, bool)
+        return [HostStep(TimeStep(x, zero, one, first), zero, over) for x in self.observations]
 
     def messages(self) -> list[bytes]:
         """The same as bytes."""

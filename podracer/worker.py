@@ -29,6 +29,7 @@ FLAGS: dict[str, command_line.Flag] = {
     "tls_ca": (flags.DEFINE_string, "", "Certificate that the server's comes from; uses TLS"),
     "tls_cert": (flags.DEFINE_string, "", "The worker's certificate, if the server asks for one"),
     "tls_key": (flags.DEFINE_string, "", "The key of this certificate"),
+    "insecure": (flags.DEFINE_bool, False, "Send the token to other machines without TLS"),
     "compression": (flags.DEFINE_bool, False, "Compress what is sent, for slow networks"),
     "local": (flags.DEFINE_bool, False, "End when standard input is closed, with who started it"),
     "quiet": (flags.DEFINE_bool, False, "Print nothing but errors"),

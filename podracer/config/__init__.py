@@ -62,7 +62,8 @@ class Config(AgentSections):
         the number of unrolls of an update.
       unroll_length: steps that each environment takes between two updates (T).
       updates_per_call: number of updates between two rows of metrics. Anakin makes them in one call
-        of its compiled program. 0 chooses: about 100 rows a run with Anakin and 3,000 with Sebulba,
+        of its compiled program. 0 chooses: about 100 rows a run with Anakin and 3,000 with Sebulba
+        (one update with remote workers),
         and at most 100 updates a call. A run that is asked to stop finishes its call first.
       stagger: the largest number of random actions by which environments are advanced before
         training (Anakin only). Each environment draws its own number, so that the first episodes
@@ -290,7 +291,11 @@ def sizes(config: Config, num_devices: int, num_threads: int = 0) -> Sizes:
     steps_per_update = config.num_envs * config.unroll_length
     updates = math.ceil(config.total_steps / steps_per_update)
     rows = 3000 if num_threads else 100
-    per_call = min(config.updates_per_call or max(1, min(updates // rows, 100)), updates)
+    chosen = max(1, min(updates // rows, 100))
+    if config.remote.num_envs:
+        # Between calls, a run that waits for workers can be stopped.
+        chosen = 1
+    per_call = min(config.updates_per_call or chosen, updates)
     calls = math.ceil(updates / per_call)
     return Sizes(
         num_devices=num_devices,

@@ -4,6 +4,7 @@ import hmac
 import ipaddress
 import os
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 from podracer.errors import ConfigError, missing_extra
@@ -21,6 +22,9 @@ def import_grpc() -> Any:
     """
     # It would print a line for each stranger whose handshake fails.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    # Environments may be processes that are forked from several threads at once, such as those of
+    # ViZDoom, which gRPC would take for an error of its own. It is not used after a fork here.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     try:
         import grpc
     except ImportError as error:
@@ -43,11 +47,12 @@ def read_token(file: str) -> str:
     Raises:
       ConfigError: the file can't be read, or is empty.
     """
-    if not file:
-        return os.environ.get(TOKEN, "").strip()
-    token = _read("token_file", file).decode(errors="replace").strip()
-    if not token or not token.isascii() or not token.isprintable():
-        raise ConfigError(f"token_file={file} must contain a token of printable ASCII characters")
+    name, token = TOKEN, os.environ.get(TOKEN, "")
+    if file:
+        name, token = f"token_file={file}", _read("token_file", file).decode(errors="replace")
+    token = token.strip()
+    if not token.isascii() or not token.isprintable() or (file and not token):
+        raise ConfigError(f"{name} must contain a token of printable ASCII characters")
     return token
 
 
@@ -67,6 +72,18 @@ def check_open(options: RemoteConfig, token: str) -> None:
             f"remote.listen={options.listen} can be reached from other machines, which needs "
             "remote.tls_cert and remote.tls_key, and a token in remote.token_file or "
             f"{TOKEN}; remote.insecure=True listens to everyone who can reach this port"
+        )
+
+
+def check_token_hidden(
+    addresses: Sequence[str], token: str, authority: str, *, insecure: bool
+) -> None:
+    """Raises ``ConfigError`` if a worker's token could be read on its way to other machines, unless
+    the user said that it may."""
+    if token and not (authority or insecure or all(map(is_loopback, addresses))):
+        raise ConfigError(
+            "a token must not be sent to other machines without TLS; set --tls_ca to the server's "
+            "certificate, or --insecure to send it all the same"
         )
 
 

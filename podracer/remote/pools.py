@@ -1,5 +1,6 @@
 """A worker's pools of environments, each of which a thread steps at its own speed."""
 
+import math
 import queue
 import threading
 import time
@@ -43,6 +44,7 @@ class PoolThread:
         self,
         envs: np.ndarray,
         make: Callable[[], Pool],
+        check: Callable[[HostStep], None],
         outbox: "queue.SimpleQueue[Stepped | Ended | None]",
     ):
         """Starts the thread.
@@ -50,9 +52,12 @@ class PoolThread:
         Args:
           envs: ``[n]``, the numbers of its environments among the worker's.
           make: makes the pool.
+          check: raises an error if what the pool returns can't be sent.
           outbox: where what it returns is put.
         """
-        self.envs, self._make, self._outbox = envs, make, outbox
+        self.envs, self._make, self._check, self._outbox = envs, make, check, outbox
+        # When the step that is under way began; infinite between steps and until the reset.
+        self._stepping_since = math.inf
         self._actions: queue.SimpleQueue[np.ndarray | None] = queue.SimpleQueue()
         # Actions that have arrived, while others of the pool have not.
         self._partial: np.ndarray | None = None
@@ -76,23 +81,32 @@ class PoolThread:
             pool = self._make()
             self._put(pool.reset)
             while (actions := self._actions.get()) is not None:
+                self._stepping_since = time.monotonic()
                 self._put(lambda pool=pool, actions=actions: pool.step(actions))
-        except Exception:
+                self._stepping_since = math.inf
+        except BaseException:
             failure = traceback.format_exc().rstrip()
         finally:
+            # Closing a pool that has failed may fail or hang.
+            self._outbox.put(Ended(failure))
             if pool is not None:
                 pool.close()
-            self._outbox.put(Ended(failure))
 
     def _put(self, step: Callable[[], HostStep]) -> None:
         start = time.monotonic()
         returned = step()
+        self._check(returned)
         self._outbox.put(Stepped(self.envs, returned, time.monotonic() - start))
 
     def close(self) -> None:
         """Ends the thread after its step."""
         self._actions.put(None)
 
-    def join(self) -> None:
-        """Waits until the pool is closed."""
-        self._thread.join()
+    def hangs(self, seconds: float) -> bool:
+        """Whether a step has taken longer than this."""
+        return time.monotonic() - self._stepping_since > seconds
+
+    def join(self, seconds: float) -> bool:
+        """Waits until the pool is closed, at most so long; returns whether it is."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()

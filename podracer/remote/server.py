@@ -91,19 +91,18 @@ class Guest:
 
     def check(self, header: Header) -> None:
         """Raises ``WireError`` if a message is not the next one of this connection."""
-        if header.sequence != self._received or (self._received and header.start != self.start):
+        known = not self._received or header.start == self.start
+        if not known or header.sequence != self._received % 2**32:
             raise WireError("a message out of its order, or of another connection")
         if (header.kind is Kind.HELLO) != (self._received == 0):
             raise WireError("a HELLO that does not come first")
         self.start, self._received = header.start, self._received + 1
 
-    def send(self, make: Callable[[Header], bytes], kind: Kind) -> int:
-        """Sends a message, and returns its size."""
+    def send(self, make: Callable[[Header], bytes], kind: Kind) -> None:
+        """Sends a message."""
         with self._lock:
-            message = make(Header(kind, self.start, self._sent))
+            self._outbox.put(make(Header(kind, self.start, self._sent)))
             self._sent += 1
-            self._outbox.put(message)
-        return len(message)
 
     def unread(self) -> int:
         """How many messages the worker has not taken yet."""
@@ -174,6 +173,7 @@ class Server:
 
     Attributes:
       port: the port it listens at.
+      local_port: the port for local workers.
       traffic: what has crossed the wire.
     """
 
@@ -198,10 +198,10 @@ class Server:
         self.traffic = Traffic()
         self._most_bytes = ROOM + options.batch * desk.steps.row_bytes
         self._grpc: Any = access.import_grpc()
-        self._server, self.port = self._listen()
+        self._server, self.port, self.local_port = self._listen()
         threading.Thread(target=self._drop_silent, name="silent workers", daemon=True).start()
 
-    def _listen(self) -> tuple[Any, int]:
+    def _listen(self) -> tuple[Any, int, int]:
         grpc, options = self._grpc, self._options
         handler = grpc.stream_stream_rpc_method_handler(self._stream)
         service, method = METHOD[1:].split("/")
@@ -230,8 +230,12 @@ class Server:
                 port = server.add_insecure_port(address)
         except RuntimeError as error:
             raise ConfigError(f"remote.listen={address} can't be listened at: {error}") from error
+        local_port = port
+        if options.listen and options.local_workers:
+            # Local workers need no certificate, and nobody else reaches this port.
+            local_port = server.add_insecure_port("127.0.0.1:0")
         server.start()
-        return server, port
+        return server, port, local_port
 
     def _stream(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
         """A worker's stream, in a thread of gRPC; a thread of ours reads what the worker sends."""
@@ -320,6 +324,7 @@ class Server:
         # Each step follows an action that was read, so others have at most one each.
         if guest.unread() > len(guest.places):
             raise WireError("steps without taking the actions of others")
+        _check_step(step, guest.sent_at[index] == 0)
         guest.awaited[index] = False
         self._desk.arrive(guest, index, step, header.microseconds)
 
@@ -349,6 +354,7 @@ class Server:
                     context.cancel()
                 elif guest.left_at == math.inf and guest.heard_at < now - limit:
                     self._reject(f"a worker that said nothing for {limit:g} seconds")
+                    guest.left_at = now
                     context.cancel()
 
     def close(self, goodbye: Goodbye | None = None) -> None:
@@ -362,6 +368,23 @@ class Server:
                 self._say_goodbye(guest, goodbye)
             guest.close()
         self._server.stop(GRACE_S if goodbye else 0).wait(GRACE_S)
+
+
+def _check_step(step: HostStep, begins: np.ndarray) -> None:
+    """Checks what ``WireError``s of the layout can't know.
+
+    Args:
+      step: ``[n, ...]``.
+      begins: ``[n]``, whether it is the first step of an environment.
+
+    Raises:
+      WireError: it would be joined to the steps of another worker, or has an impossible discount.
+    """
+    first, discount = step.timestep.first, step.timestep.discount
+    if not (first & (discount == 1))[begins].all():
+        raise WireError("a first step that begins no episode")
+    if ((discount < 0) | (discount > 1)).any():
+        raise WireError("a discount outside of [0, 1]")
 
 
 def _count(hello: dict[str, Any], name: str, least: int) -> int:

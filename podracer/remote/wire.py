@@ -20,7 +20,7 @@ MAGIC, VERSION = b"PDRC", 1
 # magic, version, kind, rows, start, sequence, microseconds.
 HEADER = struct.Struct("<4sBBHQII")
 # Bytes of the largest JSON body.
-MOST_JSON = 1 << 16
+MOST_JSON = 1 << 20
 # Environments are numbered by 16 bits in a message.
 MOST_ROWS = 1 << 15
 
@@ -51,7 +51,7 @@ class Header(NamedTuple):
     Attributes:
       kind: what the message is.
       start: a random number for each connection of a worker.
-      sequence: number of the message in its stream, from 0.
+      sequence: number of the message in its stream, from 0, modulo 2^32.
       rows: number of environments in the body; 0 in messages without arrays.
       microseconds: of a STEP, the longest time that its environments took.
     """
@@ -65,9 +65,8 @@ class Header(NamedTuple):
     def encode(self) -> bytes:
         """The header as bytes."""
         microseconds = min(self.microseconds, 2**32 - 1)
-        return HEADER.pack(
-            MAGIC, VERSION, self.kind, self.rows, self.start, self.sequence, microseconds
-        )
+        sequence = self.sequence % 2**32
+        return HEADER.pack(MAGIC, VERSION, self.kind, self.rows, self.start, sequence, microseconds)
 
 
 def decode(message: bytes) -> tuple[Header, memoryview]:
@@ -139,24 +138,28 @@ class Layout:
         columns = zip(self._names, self._dtypes, self._shapes, strict=True)
         return [f"{name} {dtype.name}{list(shape)}" for name, dtype, shape in columns]
 
+    def check(self, rows: ArrayTree, count: int) -> None:
+        """Raises ``WireError`` if arrays ``[count, ...]`` have another shape or dtype than the
+        layout, or values that they can't have."""
+        columns = zip(jax.tree.leaves(rows), self._names, self._dtypes, self._shapes, strict=True)
+        for array, name, dtype, shape in columns:
+            if array.shape != (count, *shape) or array.dtype != dtype:
+                raise WireError(
+                    f"{name} is {array.dtype}{list(array.shape[1:])}, not {dtype.name}{list(shape)}"
+                )
+            if dtype.kind == "f" and not np.isfinite(array).all():
+                raise WireError(f"{name} has NaN or an infinite number")
+
     def encode(self, header: Header, index: np.ndarray, rows: ArrayTree) -> bytes:
         """A message with these rows.
 
         Args:
           header: its header, whose number of rows is set here.
           index: ``[rows]``, the numbers of the rows.
-          rows: the arrays, ``[rows, ...]`` each.
-
-        Raises:
-          WireError: an array has another shape or dtype than the layout.
+          rows: the arrays, ``[rows, ...]`` each, which were checked.
         """
         parts: list[Any] = [header._replace(rows=len(index)).encode(), index.astype("<u2").data]
-        columns = zip(jax.tree.leaves(rows), self._names, self._dtypes, self._shapes, strict=True)
-        for array, name, dtype, shape in columns:
-            if array.shape != (len(index), *shape) or array.dtype != dtype:
-                raise WireError(
-                    f"{name} is {array.dtype}{list(array.shape[1:])}, not {dtype.name}{list(shape)}"
-                )
+        for array, dtype in zip(jax.tree.leaves(rows), self._dtypes, strict=True):
             parts.append(np.ascontiguousarray(array, dtype).data.cast("B"))
         return b"".join(parts)
 

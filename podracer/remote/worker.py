@@ -5,6 +5,7 @@ delays only those of its pool. What pools have returned is sent together. When t
 or a pool fails, the worker connects again, and its environments begin new episodes.
 """
 
+import math
 import os
 import queue
 import random
@@ -25,10 +26,12 @@ from podracer.errors import ConfigError, ExitCode, PreemptedError, TransientErro
 from podracer.remote import access, server, wire
 from podracer.remote.pools import Ended, PoolThread, Stepped
 from podracer.remote.wire import Header, Kind, Layout, WireError
-from podracer.types import HostEnvironment, Pool
+from podracer.types import HostEnvironment, HostStep, Pool
 
 # Seconds between two attempts to connect: at first, and at most.
 FIRST_WAIT_S, MOST_WAIT_S = 0.2, 5.0
+# Seconds in which environments must have been closed.
+CLOSE_S = 30.0
 # Failures of pools within an hour after which the worker ends.
 MOST_FAILURES, WINDOW_S = 10, 3600.0
 
@@ -46,6 +49,7 @@ class WorkerOptions(NamedTuple):
       tls_ca: file with the certificate of the authority that the server's comes from; "" connects
         without TLS.
       tls_cert, tls_key: files with the worker's own certificate and key.
+      insecure: whether a token may be sent to other machines without TLS.
       compression: whether messages to the server are compressed, by gzip.
     """
 
@@ -58,6 +62,7 @@ class WorkerOptions(NamedTuple):
     tls_ca: str = ""
     tls_cert: str = ""
     tls_key: str = ""
+    insecure: bool = False
     compression: bool = False
 
 
@@ -86,7 +91,7 @@ class Connection:
         self._outbox: queue.SimpleQueue[Stepped | Ended | None] = queue.SimpleQueue()
         self._pools: list[PoolThread] = []
         self._steps: Layout | None = None
-        self._batch, self._alive_s = 1, 5.0
+        self._batch, self._alive_s, self._step_timeout_s = 1, 5.0, math.inf
         self.welcomed, self.failure = False, ""
 
     def run(self) -> server.Goodbye | None:
@@ -97,27 +102,35 @@ class Connection:
 
         Raises:
           ConfigError: the environment can't be made here, or is another one than the server's.
+          TransientError: environments hang.
           grpc.RpcError: the network or the server has failed.
         """
         metadata = access.token_metadata(self._token)
         responses = self._call(self._requests(), metadata=metadata)
+        goodbye = None
         try:
             for message in responses:
                 header, body = wire.decode(message)
                 if header.kind is Kind.END:
-                    return server.Goodbye(**wire.decode_json(body))
+                    goodbye = server.Goodbye(**wire.decode_json(body))
+                    break
                 if header.kind is Kind.WELCOME:
                     self._begin(wire.decode_json(body))
                 else:
                     self._act(header, body)
-            return None
+        except WireError as error:
+            raise ConfigError(f"the server sent {error}") from None
         finally:
             responses.cancel()
             self._outbox.put(None)
             for pool in self._pools:
                 pool.close()
-            for pool in self._pools:
-                pool.join()
+            deadline = time.monotonic() + CLOSE_S
+            closed = [pool.join(max(0.0, deadline - time.monotonic())) for pool in self._pools]
+        if not all(closed):
+            # The hanging threads can't be ended, and their environments would pile up.
+            raise TransientError(f"environments could not be closed within {CLOSE_S:g} seconds")
+        return goodbye
 
     def _header(self, kind: Kind, microseconds: int = 0) -> Header:
         self._sequence += 1
@@ -142,6 +155,9 @@ class Connection:
             try:
                 item = self._outbox.get(timeout=0 if items else self._alive_s)
             except queue.Empty:
+                if any(pool.hangs(self._step_timeout_s) for pool in self._pools):
+                    self.failure = f"a step has taken more than {self._step_timeout_s:g} seconds"
+                    return None, None
                 return items, None
             if isinstance(item, Ended) and not item.failure:
                 continue
@@ -175,6 +191,8 @@ class Connection:
                 )
         seeds = np.array(welcome["seeds"])
         self._batch, self._alive_s = welcome["batch"], welcome["timeout_s"] / 4
+        self._step_timeout_s = welcome["step_timeout_s"]
+        steps = self._steps
         pools = max(min(self._options.num_pools, len(seeds)), -(-len(seeds) // self._batch))
         threads = max(1, self._options.num_threads // pools)
         self._pool_of = np.arange(len(seeds)) * pools // len(seeds)
@@ -184,7 +202,10 @@ class Connection:
             def make(index: np.ndarray = index) -> Pool:
                 return env.make_pool(seeds[index].tolist(), threads)
 
-            self._pools.append(PoolThread(index, make, self._outbox))
+            def check(step: HostStep, count: int = len(index)) -> None:
+                steps.check(step, count)
+
+            self._pools.append(PoolThread(index, make, check, self._outbox))
         self.welcomed = True
         self._log(f"steps {len(seeds)} environments {welcome['env']} in {pools} pools")
 
@@ -236,6 +257,7 @@ def work(options: WorkerOptions, log: Callable[[str], None]) -> None:
         if getattr(options, name) <= 0:
             raise ConfigError(f"--{name} must be positive, got {getattr(options, name)}")
     grpc, token = access.import_grpc(), access.read_token(options.token_file)
+    access.check_token_hidden(options.connect, token, options.tls_ca, insecure=options.insecure)
     failures: list[float] = []
     wait, said, restarts = FIRST_WAIT_S, "", 0
     while True:

@@ -15,6 +15,7 @@ from podracer.sebulba.pipeline import (
     wait_for_learner,
 )
 from podracer.sebulba.program import CompiledIndependent
+from podracer.sebulba.threads import Supervisor
 from podracer.sebulba.timing import TRANSFER
 from podracer.types import Device, Trajectory
 
@@ -47,6 +48,7 @@ class Handover:
         learners: tuple[Device, ...],
         trajectories: TrajectoryQueue,
         pauses: PauseTimer,
+        supervisor: Supervisor,
     ):
         """Holds nothing yet.
 
@@ -56,16 +58,20 @@ class Handover:
           learners: the learner devices.
           trajectories: queue that trajectories are put into.
           pauses: measures the learner's pauses.
+          supervisor: watches the thread.
         """
+        self._supervisor = supervisor
         self._functions, self._part_of, self._learners = functions, part_of, learners
         self._trajectories, self._pauses = trajectories, pauses
         self._open: list[Filling] = []
         self._clock = Clock()
+        # What dropped unrolls are copied to, at no position.
+        self._unused = functions.allocate()
         self.dropped = 0
 
     def add(
         self, state: PlacesState, row: np.ndarray, versions: np.ndarray, metrics: Metrics
-    ) -> PlacesState:
+    ) -> tuple[PlacesState, np.ndarray]:
         """Adds the unrolls of some places, and waits for the learner if a trajectory is full.
 
         Args:
@@ -75,37 +81,49 @@ class Handover:
           metrics: called for each trajectory: the thread's episodes and seconds.
 
         Returns:
-          The state in which these places have begun their next unrolls.
+          The state in which these places have begun their next unrolls, and those of them whose
+          unrolls were dropped.
         """
-        for part in range(len(self._learners)):
-            mine = self._part_of[row] == part
-            state = self._add_part(state, part, row[mine], versions[mine])
-        while self._open and all(n == self._functions.unrolls for n in self._open[0].used):
-            self._hand_over(self._open.pop(0), metrics)
-        return state
+        dropped = row[:0]
+        rest = [np.flatnonzero(self._part_of[row] == part) for part in range(len(self._learners))]
+        while any(map(len, rest)):
+            placed = False
+            for part, index in enumerate(rest):
+                filling = self._with_room(part) if len(index) else None
+                if filling:
+                    now = index[: self._room(filling, part)]
+                    state = self._take(state, row[now], filling, part)
+                    filling.versions.append(versions[now])
+                    rest[part], placed = index[len(now) :], True
+            while self._open and all(n == self._functions.unrolls for n in self._open[0].used):
+                self._hand_over(self._open.pop(0), metrics)
+            if not placed:
+                # Other learner devices have none to complete a trajectory with.
+                now = np.concatenate(rest)[: self._functions.most]
+                state = self._take(state, row[now])
+                self.dropped += len(now)
+                dropped = np.append(dropped, row[now])
+                rest = [np.setdiff1d(index, now) for index in rest]
+        return state, dropped
 
-    def _add_part(
-        self, state: PlacesState, part: int, row: np.ndarray, versions: np.ndarray
+    def _room(self, filling: Filling, part: int) -> int:
+        return min(self._functions.most, self._functions.unrolls - filling.used[part])
+
+    def _take(
+        self, state: PlacesState, row: np.ndarray, filling: Filling | None = None, part: int = 0
     ) -> PlacesState:
-        while len(row):
-            filling = self._with_room(part)
-            used = filling.used[part] if filling else 0
-            count = min(len(row), self._functions.most, self._functions.unrolls - used)
-            size = self._functions.size(count)
-            place, position = (np.full(size, np.iinfo(np.int32).max, np.int32) for _ in range(2))
-            place[:count] = row[:count]
-            if filling:
-                position[:count] = used + np.arange(count)
-                filling.used[part] += count
-                filling.versions.append(versions[:count])
-                into = filling.parts[part]
-            else:
-                self.dropped += count
-                into = self._functions.allocate()
-            state, into = self._functions.take[size](state, into, place, position)
-            if filling:
-                filling.parts[part] = into
-            row, versions = row[count:], versions[count:]
+        """Begins the next unrolls of these places, and copies the complete ones to a trajectory."""
+        size = self._functions.size(len(row))
+        place, position = (np.full(size, np.iinfo(np.int32).max, np.int32) for _ in range(2))
+        place[: len(row)] = row
+        if filling is None:
+            state, self._unused = self._functions.take[size](state, self._unused, place, position)
+            return state
+        position[: len(row)] = filling.used[part] + np.arange(len(row))
+        filling.used[part] += len(row)
+        state, filling.parts[part] = self._functions.take[size](
+            state, filling.parts[part], place, position
+        )
         return state
 
     def _with_room(self, part: int) -> Filling | None:
@@ -119,6 +137,7 @@ class Handover:
         return self._open[-1]
 
     def _hand_over(self, filling: Filling, metrics: Metrics) -> None:
+        self._supervisor.beat("handing a trajectory over", on_device=True)
         with self._clock.measure(TRANSFER):
             parts = tuple(map(jax.device_put, filling.parts, self._learners))
             jax.block_until_ready(parts)

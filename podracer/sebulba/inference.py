@@ -74,6 +74,7 @@ class InferenceThread:
         supervisor: Supervisor,
         *,
         first_unroll: int,
+        contiguous: bool,
         wait_s: float,
         answer: Callable[[Guest, np.ndarray, np.ndarray], None],
     ):
@@ -87,6 +88,7 @@ class InferenceThread:
           parameters: server that the weights come from.
           supervisor: watches the thread.
           first_unroll: number of the first unroll of each place.
+          contiguous: whether the learner joins an environment's unrolls, as a replay buffer does.
           wait_s: seconds for which the first arrival waits for others.
           answer: ``(guest, envs [n], actions [n, ...])`` sends actions to a worker.
         """
@@ -102,6 +104,9 @@ class InferenceThread:
         self._taken, self._starts = np.zeros(places, bool), np.zeros(places, bool)
         # Whether a batch has waited for a place in vain: others don't, until it has arrived.
         self._late = np.zeros(places, bool)
+        # Whether an unroll of a place was dropped, and no episode has begun since: the next unroll
+        # must begin with one, so that nothing is learned across the gap.
+        self._contiguous, self._gap = contiguous, np.zeros(places, bool)
         # The oldest and the newest weights that acted in each unfinished unroll.
         self._versions = np.zeros((places, 2), np.int64)
         self._episodes, self._finished = HostEpisodes(places), np.zeros(3)
@@ -146,6 +151,7 @@ class InferenceThread:
                 self._supervisor.check_wait()
             elif isinstance(item, Joined):
                 self._taken[item.row] = self._starts[item.row] = expected[item.row] = True
+                self._gap[item.row] = False
             elif batch and (isinstance(item, Left) or rows + len(item.row) > most):
                 # Another worker could take these places within this batch.
                 self._held = item
@@ -187,8 +193,10 @@ class InferenceThread:
             self._finished += ended.sum(), total.ret[ended].sum(), total.length[ended].sum()
             self._trip += x.trip
             self._stepping += min(x.stepping, x.trip)
-        # The action at T is the first one of the next unroll.
-        self._unroll[row] += self._t[row] == self._functions.length
+        gap = self._gap[row]
+        # The action at T is the first one of the next unroll. Behind a gap each is, until one is
+        # recorded.
+        self._unroll[row] += gap | (self._t[row] == self._functions.length)
 
         def fill(x: np.ndarray, value: int = 0) -> np.ndarray:
             padded = np.full((size, *x.shape[1:]), value, x.dtype)
@@ -200,8 +208,13 @@ class InferenceThread:
             np.concatenate(xs, out=padded[:count])
             return padded
 
+        timestep = jax.tree.map(join, *(x.step.timestep for x in batch))
+        begins = gap & timestep.first[:count]
+        # Behind a gap an end is as unknown as where a worker is replaced.
+        timestep.discount[:count][begins] = 1.0
+        self._gap[row] = gap & ~begins
         numbers = (fill(row, NOWHERE), fill(self._unroll[row]), fill(self._t[row]), fill(starts))
-        return Arrivals(*numbers, jax.tree.map(join, *(x.step.timestep for x in batch)))
+        return Arrivals(*numbers, timestep)
 
     def _send(self, batch: list[Arrived], chosen: np.ndarray) -> None:
         begin = 0
@@ -218,9 +231,11 @@ class InferenceThread:
         for new in (complete, begins):
             self._versions[new, 0] = version
         self._versions[row, 1] = version
-        self._t[row] = np.where(t == self._functions.length, 1, t + 1)
+        self._t[row] = np.where(t == self._functions.length, 1, np.where(self._gap[row], 0, t + 1))
         if len(complete):
-            state = self._handover.add(state, complete, versions, self._take_metrics)
+            state, dropped = self._handover.add(state, complete, versions, self._take_metrics)
+            if self._contiguous:
+                self._t[dropped], self._gap[dropped] = 0, True
         return state
 
     def _take_metrics(self) -> tuple[EpisodeSums, dict[str, float]]:

@@ -1,6 +1,6 @@
 """Sebulba's compiled functions: the update over all learner devices, and acting on one device."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -69,6 +69,18 @@ def interleave(trajectories: Sequence[Trajectory]) -> Trajectory:
     )
 
 
+def concatenate(trajectories: Sequence[Trajectory]) -> Trajectory:
+    """Joins trajectories one after the other: those of remote environments, of which one may have
+    unrolls in several, in the order in which it completed them."""
+
+    def join(axis: int, *xs: Array) -> Array:
+        return jnp.concatenate(xs, axis)
+
+    return jax.tree.map(
+        lambda axis, *xs: jax.tree.map(partial(join, axis), *xs), ENVS_AXIS, *trajectories
+    )
+
+
 class LearnerFunctions(NamedTuple):
     """The learner's functions, to be jitted for the learner devices.
 
@@ -88,7 +100,10 @@ def copy_weights(weights: Weights) -> Weights:
 
 
 def make_learner_functions(
-    components: Components, mesh: jax.sharding.Mesh, parts: Sequence[Trajectory]
+    components: Components,
+    mesh: jax.sharding.Mesh,
+    parts: Sequence[Trajectory],
+    join: Callable[[Sequence[Trajectory]], Trajectory] = interleave,
 ) -> LearnerFunctions:
     """The learner's functions.
 
@@ -97,7 +112,7 @@ def make_learner_functions(
       mesh: the mesh over all learner devices.
       parts: shapes of the trajectories that a learner device receives for an update.
     """
-    trajectory = jax.eval_shape(interleave, parts)
+    trajectory = jax.eval_shape(join, parts)
 
     def init(key: Array) -> SebulbaState:
         train = builder.init_train_state(components, key)
@@ -108,7 +123,7 @@ def make_learner_functions(
     ) -> tuple[SebulbaState, Weights, Metrics]:
         _, update_key = builder.update_keys(state.key, state.train.step)
         train, source, metrics = components.update(
-            state.train, state.source, interleave(trajectories), update_key
+            state.train, state.source, join(trajectories), update_key
         )
         return SebulbaState(train, source, state.key), copy_weights(train.weights), metrics
 

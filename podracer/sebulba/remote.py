@@ -17,6 +17,7 @@ import numpy as np
 from podracer.acting.host_evaluation import pool_seeds
 from podracer.config import Config
 from podracer.distributed import mesh as mesh_lib
+from podracer.errors import FINAL, ExitCode, code_of
 from podracer.remote import access, wire
 from podracer.remote.server import Goodbye, Guest, RefusedError, Server
 from podracer.sebulba.handover import Handover
@@ -69,12 +70,17 @@ class RemoteActors:
         self._trips: deque[tuple[float, float]] = deque(maxlen=MOST_TRIPS)
         self._handovers: list[Handover] = []
         self._threads: list[InferenceThread] = []
+        # Places may have done more unrolls than there were updates, and keys must not repeat.
+        resumed = np.random.SeedSequence([setup.config.seed, first_update]).generate_state(1)[0]
+        first_unroll = int(resumed >> 2) if first_update else 0
         for k in range(setup.num_threads):
             number, thread = divmod(k, setup.config.sebulba.threads)
             device = setup.split.actors[number]
             mine = np.arange(k, places, setup.num_threads)
             part_of = mine // (places // len(learners))
-            handover = Handover(functions[device], part_of, learners, trajectories, pauses)
+            handover = Handover(
+                functions[device], part_of, learners, trajectories, pauses, supervisor
+            )
             inference = InferenceThread(
                 (self._first_env + mine).astype(np.int32),
                 device,
@@ -82,7 +88,8 @@ class RemoteActors:
                 handover,
                 parameters,
                 supervisor,
-                first_unroll=first_update,
+                first_unroll=first_unroll,
+                contiguous=setup.components.agent.source.capacity > 0,
                 wait_s=options.wait_ms / 1000,
                 answer=self._answer,
             )
@@ -93,7 +100,7 @@ class RemoteActors:
         local = secrets.token_hex(16) if not options.listen else ""
         token = access.read_token(options.token_file) or local
         self._server = Server(options, self, token, lambda text: supervisor.warn_once(text, text))
-        self._local = LocalWorkers(setup.config, self._server.port, token, places)
+        self._local = LocalWorkers(setup.config, self._server.local_port, token, places)
 
     @property
     def port(self) -> int:
@@ -130,6 +137,7 @@ class RemoteActors:
             "seeds": seeds,
             "batch": self._threads[0].most,
             "timeout_s": config.remote.timeout_s,
+            "step_timeout_s": config.sebulba.timeout_s,
             "steps": self.steps.describe(),
             "actions": self.actions.describe(),
         }
@@ -203,9 +211,10 @@ class RemoteActors:
                 row[f"remote/{name}_ms_p99"] = 1000 * float(slow)
         return row
 
-    def close(self, finished: bool) -> None:
+    def close(self, error: BaseException | None) -> None:
         """Ends all streams; workers are told if the run is over, and otherwise reconnect."""
-        self._server.close(Goodbye("the run is over", "over") if finished else None)
+        over = error is None or code_of(error) in FINAL - {ExitCode.INTERRUPTED}
+        self._server.close(Goodbye("the run is over", "over") if over else None)
         self._local.close()
 
 

@@ -209,7 +209,10 @@ def make_setup(
     batch = sizes.envs_per_device * len(split.learners) // num_threads
     shapes = program.actor_shapes(actor_functions, env, weights, batch)
     learner_functions = program.make_learner_functions(
-        components, mesh, shapes.parts[:1] * num_threads
+        components,
+        mesh,
+        shapes.parts[:1] * num_threads,
+        program.concatenate if config.remote.num_envs else program.interleave,
     )
     state = jax.eval_shape(learner_functions.init, key)
     setup = SebulbaSetup(

@@ -137,7 +137,7 @@ class Supervisor:
         # The activity of each thread that is not waiting for another one.
         self._activities: dict[str, Activity] = {}
         self._failure: tuple[str, BaseException] | None = None
-        self._at_end: list[Callable[[bool], None]] = []
+        self._at_end: list[Callable[[BaseException | None], None]] = []
 
     def start(self, name: str, body: Callable[[], None]) -> None:
         """Runs ``body`` in a thread of that name."""
@@ -235,15 +235,16 @@ class Supervisor:
     def __enter__(self) -> "Supervisor":
         return self
 
-    def at_end(self, close: Callable[[bool], None]) -> None:
-        """``close(succeeded)`` is called at the end of the block, while threads still run."""
+    def at_end(self, close: Callable[[BaseException | None], None]) -> None:
+        """``close(error)`` is called at the end of the block, while threads still run; None if it
+        ends without an error."""
         self._at_end.append(close)
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         for close in self._at_end:
-            close(kind is None)
+            close(error)
         self.close()
-        if kind is None:
+        if error is None:
             self.check()
 
 

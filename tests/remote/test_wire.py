@@ -45,7 +45,14 @@ def test_arrays_of_another_shape_or_type_are_not_sent():
         ("flag", np.zeros(3, bool)),
     ):
         with pytest.raises(WireError, match=f"{key}.* not "):
-            Layout(ROW).encode(HEAD, np.arange(2), {**rows(2), key: wrong})
+            Layout(ROW).check({**rows(2), key: wrong}, 2)
+    with pytest.raises(WireError, match=r"numbers.* has NaN"):
+        Layout(ROW).check({**rows(2), "numbers": np.full((2, 2), np.nan, np.float32)}, 2)
+
+
+def test_a_stream_may_have_any_number_of_messages():
+    header, _ = wire.decode(HEAD._replace(sequence=2**32 + 5).encode())
+    assert header.sequence == 5
 
 
 def test_json_arrives_as_it_was_sent():
@@ -73,7 +80,7 @@ def test_what_is_no_message(message, match):
         wire.decode(message)
 
 
-@pytest.mark.parametrize("body", [b"{", b"[]", b"1", b"\xff", b"[" * 60_000, b" " * 70_000])
+@pytest.mark.parametrize("body", [b"{", b"[]", b"1", b"\xff", b"[" * 60_000, b" " * (2**20 + 1)])
 def test_what_is_no_json_object(body):
     with pytest.raises(WireError, match="JSON"):
         wire.decode_json(memoryview(body))

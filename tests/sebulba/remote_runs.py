@@ -158,7 +158,8 @@ class Stranger:
         call: Any = (channel or self._own).stream_stream(server.METHOD)
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self.number = next(self._numbers) if number is None else number
-        self.responses = call(iter(self._messages.get, None), metadata=metadata)
+        # A server that never answers is an error of the test.
+        self.responses = call(iter(self._messages.get, None), metadata=metadata, timeout=60)
 
     def send(self, message: bytes) -> None:
         # ``start`` is in bytes 8 to 15 of the header.
@@ -203,6 +204,8 @@ BAD = {
     "twice in one": ([hello(), steps(1, index=(1, 1))], "does not have"),
     "no action": ([hello(), steps(1), steps(2), steps(3)], "given no action|out of its order"),
     "NaN": ([hello(), steps(1, reward=np.full(2, np.nan, np.float32))], "NaN"),
+    "no episode": ([hello(), steps(1, first=np.zeros(2, bool))], "begins no episode"),
+    "discount": ([hello(), steps(1, discount=np.full(2, 2, np.float32))], "begins no episode"),
     "truncated": ([hello(), steps(1)[:-3]], "wrong size"),
     "a server's": ([hello(), Header(Kind.WELCOME, 5, 1).encode()], "only servers send"),
 }

@@ -13,6 +13,7 @@ from podracer import envs
 from podracer.acting.host_unroll import HostUnroll
 from podracer.acting.statistics import Episodes
 from podracer.config import Config, EvaluationConfig, SebulbaConfig
+from podracer.remote.settings import RemoteConfig
 from podracer.sebulba import program, setup, trainer
 from podracer.sebulba.actor import ActorThread, Schedule
 from podracer.sebulba.pipeline import ActorOutput, ParameterServer, PauseTimer, TrajectoryQueue
@@ -49,8 +50,16 @@ def _share(kind: str, config: Config, env: HostEnvironment, make: Callable[[], A
     devices = SebulbaConfig(
         options.actor_devices, options.learner_devices, options.learners_per_actor, options.threads
     )
+    # Of remote environments, too, only what programs depend on.
+    some = bool(config.remote.num_envs)
+    remote = RemoteConfig(config.remote.num_envs, local_workers=some, batch=config.remote.batch)
     same = dataclasses.replace(
-        config, env="", env_kwargs={}, evaluation=EvaluationConfig(), sebulba=devices
+        config,
+        env="",
+        env_kwargs={},
+        evaluation=EvaluationConfig(),
+        sebulba=devices,
+        remote=remote,
     )
     key = repr((kind, same, env.spec, env.transfer_spec))
     if key not in _shared:

@@ -232,7 +232,16 @@ def test_tpu_vm_creates_installs_trains_and_deletes(cloud):
         "--accelerator-type=v5litepod-8", "--service-account=me",
     } <= set(create)  # fmt: skip
     # Both architectures are installed: Sebulba needs envpool.
-    install = ["python3", "-m", "uv", "pip", "install", "--quiet", "-e", ".[tpu,gcs,sebulba,remote]"]
+    install = [
+        "python3",
+        "-m",
+        "uv",
+        "pip",
+        "install",
+        "--quiet",
+        "-e",
+        ".[tpu,gcs,sebulba,remote]",
+    ]
     assert calls(cloud, "python3", "-m", "uv", "pip") == [install] * 2
     for worker in (0, 1):
         (note,) = trained(cloud, worker)

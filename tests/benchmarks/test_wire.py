@@ -34,6 +34,7 @@ def test_engines_exchange_the_same_messages(run):
         assert found["p50_ms"] <= found["p99_ms"]
 
 
+@pytest.mark.slow
 def test_compression(run):
     pytest.importorskip("envpool")
     (result,) = run("--compression", "--messages=2", "--rows=2")
@@ -43,6 +44,7 @@ def test_compression(run):
     assert result["gzip"]["6"]["faster_below_mb_per_second"] > 0
 
 
+@pytest.mark.slow
 def test_workers(run):
     (result,) = run("--workers=2", "--envs=8", "--pools=2", "--batch=4")
     assert (result["env"], result["workers"], result["envs"]) == ("dummy:counting", 2, 8)

@@ -145,11 +145,19 @@ def jax_convolve(x, w, stride, padding):
     )
 
 
-# On a CPU: two blocks of 10 images, three with an image of padding, one, and none.
-@pytest.mark.parametrize("images", [20, 35, 1, 0])
-@pytest.mark.parametrize("padding", ["SAME", "VALID", ((2, 1), (0, 3))])
-@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (3, 2), (8, 4), (4, 3)])
-def test_convolutions_have_the_gradients_of_jax(padding, kernel, stride, images):
+KERNELS = [(3, 1), (3, 2), (8, 4), (4, 3)]
+PADDINGS = ["SAME", "VALID", ((2, 1), (0, 3))]
+
+
+# On a CPU, 20 images are two blocks, and 35 are three with an image of padding.
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "images"),
+    [
+        *((*kernel, padding, 20) for kernel in KERNELS for padding in PADDINGS),
+        *((3, 2, "SAME", images) for images in (35, 1, 0)),
+    ],
+)
+def test_convolutions_have_the_gradients_of_jax(kernel, stride, padding, images):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(images, 13, 11, 3)), jnp.float32)
     w = jnp.asarray(rng.normal(size=(kernel, kernel, 3, 5)), jnp.float32)

@@ -119,14 +119,15 @@ def test_processes_wait_for_one_that_compiles_for_longer(tmp_path):
 
 
 REMOTE = {"agent": "vtrace", "remote.num_envs": 32, "remote.local_workers": 1}
-# The workers of one process start after the other has waited for longer than its limit.
+# The workers of one process start after the other has waited for longer than its limit, and before
+# Gloo gives up.
 LATE_WORKERS = """
 import sys, threading
 from podracer.sebulba import remote
 class LateWorkers(remote.LocalWorkers):
     def __init__(self, *arguments):
         self._processes = []
-        threading.Timer(30, super().__init__, arguments).start()
+        threading.Timer(16, super().__init__, arguments).start()
 if "--process_id=1" in sys.argv:
     remote.LocalWorkers = LateWorkers
 """
@@ -135,7 +136,7 @@ if "--process_id=1" in sys.argv:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_each_host_has_workers_of_its_own_and_waits_for_them(tmp_path):
-    settings = {**SHUFFLED, **REMOTE, "hosts.timeout_s": 10.0}
+    settings = {**SHUFFLED, **REMOTE, "hosts.timeout_s": 7.0}
     with Job("sebulba", 2, tmp_path, code=LATE_WORKERS, **settings) as job:
         job.succeed()
     row = job.rows()[-1]

@@ -98,6 +98,7 @@ def test_sebulba():
     }
 
 
+@pytest.mark.slow
 def test_remote():
     command = [
         sys.executable, "benchmarks/remote.py", "--env=envpool:CartPole-v1", "--vector",

@@ -84,6 +84,7 @@ def test_three_seeds_are_for_long_runs_only(lines, tasks):
         assert tasks[line.task].seeds >= (3 if line.seconds > 1800 else 5)
 
 
+@pytest.mark.slow
 def test_runs_are_trained_once_and_failures_have_no_line(
     results, lines, load, tmp_path, monkeypatch
 ):

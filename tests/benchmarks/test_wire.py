@@ -20,6 +20,7 @@ def run(load, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_engines_exchange_the_same_messages(run):
     (result,) = run("--rows=2", "--shape=3,4", "--outstanding=2")
     assert (result["rows"], result["outstanding"]) == (2, 2)

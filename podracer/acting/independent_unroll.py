@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 
 from podracer.acting.host_unroll import host_arrive
 from podracer.envs import spaces
@@ -186,16 +187,26 @@ def _copy_unrolls(
     filled: Trajectory, unrolls: Trajectory, place: Array, position: Array
 ) -> Trajectory:
     """Unrolls ``[N, T+1, ...]`` at these places, copied to positions of a trajectory."""
+    positions = filled.env_id.shape[0]
 
-    def copy(axis: int, past: Array, new: Array) -> Array:
-        rows = new[place]
-        if axis == 0:
-            return past.at[position].set(rows)
-        return past.at[:, position].set(jnp.moveaxis(rows, 0, 1)[: past.shape[0]])
+    # One after the other: XLA's CPU backend would scatter along the second axis one number at a
+    # time.
+    def copy(k: Array, filled: Trajectory) -> Trajectory:
+        def copy_array(axis: int, past: Array, new: Array) -> Array:
+            row = lax.dynamic_index_in_dim(new, place[k], 0)
+            row = jnp.moveaxis(row, 0, axis)[: past.shape[0]] if axis else row
+            old = lax.dynamic_slice_in_dim(past, position[k], 1, axis)
+            row = jnp.where(position[k] < positions, row, old)
+            return lax.dynamic_update_slice_in_dim(past, row, position[k], axis)
 
-    return jax.tree.map(
-        lambda axis, *trees: jax.tree.map(partial(copy, axis), *trees), ENVS_AXIS, filled, unrolls
-    )
+        return jax.tree.map(
+            lambda axis, *trees: jax.tree.map(partial(copy_array, axis), *trees),
+            ENVS_AXIS,
+            filled,
+            unrolls,
+        )
+
+    return lax.fori_loop(0, place.size, copy, filled)
 
 
 def _rows(tree: ArrayTree, place: Array) -> ArrayTree:

@@ -51,7 +51,7 @@ def run(setup: SebulbaSetup) -> Iterator[Training]:
 
 
 def measure(training: Training, seconds: float) -> float:
-    """Steps per second of about so many seconds of training, from unrolls that are new."""
+    """Steps per second of training for about this many seconds, from new unrolls."""
     once = training.update(3) / 3
     count = max(3, round(seconds / once))
     training.host_seconds.clear()

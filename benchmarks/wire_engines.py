@@ -222,7 +222,7 @@ class TrivialDesk:
         Args:
           steps, actions: the layouts of messages.
           places: number of environments that may come at most.
-          welcome: what else is said to workers, besides the seeds of their environments.
+          welcome: the rest of the WELCOME message, besides the seeds of the environments.
         """
         self.steps, self.actions, self._welcome = steps, actions, welcome
         # All bytes of an action are 0.

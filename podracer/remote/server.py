@@ -130,8 +130,8 @@ class Desk(Protocol):
     actions: Layout
 
     def admit(self, guest: Guest, num_envs: int, restarts: int) -> dict[str, Any]:
-        """Gives a worker places for at most so many environments, and returns the body of its
-        WELCOME; ``restarts`` is how often it has been admitted before.
+        """Gives a worker places for its environments, as many as are free, and returns the body of
+        its WELCOME; ``restarts`` is how often it has been admitted before.
 
         Raises:
           RefusedError: it can't be admitted.
@@ -143,7 +143,7 @@ class Desk(Protocol):
         ...
 
     def leave(self, guest: Guest, cause: str) -> None:
-        """The worker is gone; "" if it was told to."""
+        """The worker has disconnected, for this reason; "" if the server has ended the stream."""
         ...
 
 
@@ -358,7 +358,7 @@ class Server:
                     context.cancel()
 
     def close(self, goodbye: Goodbye | None = None) -> None:
-        """Ends all streams; ``goodbye`` is what workers are told, if anything."""
+        """Ends all streams, after sending ``goodbye`` to the workers if it is not None."""
         self._closing.set()
         self._goodbye = goodbye
         with self._lock:

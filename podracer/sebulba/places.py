@@ -32,8 +32,8 @@ class Places:
         self._threads, self._lock = threads, threading.Lock()
 
     def take(self, most: int) -> np.ndarray:
-        """Takes at most so many places ``[n]``, none if all are taken, from the thread that has
-        most of them and then from the next."""
+        """Takes at most ``most`` places, from the thread with most free ones and then from the
+        next; returns them ``[n]``, none if all are taken."""
         taken: list[int] = []
         with self._lock:
             for k in sorted(range(self._threads), key=lambda k: -len(self._free[k])):

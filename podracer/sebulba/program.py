@@ -261,12 +261,13 @@ class CompiledIndependent(NamedTuple):
         return max(self.act)
 
     def size(self, rows: int) -> int:
-        """The size that so many rows are filled up to."""
+        """The smallest compiled size for this number of rows."""
         return min(size for size in self.act if size >= rows)
 
 
 def batch_sizes(most: int) -> list[int]:
-    """The sizes of batches of at most so many rows: halved three times."""
+    """The sizes to compile for batches of at most ``most`` rows: this number, halved up to three
+    times."""
     return sorted({-(-most // 2**i) for i in range(4)})
 
 

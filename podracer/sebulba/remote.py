@@ -212,7 +212,7 @@ class RemoteActors:
         return row
 
     def close(self, error: BaseException | None) -> None:
-        """Ends all streams; workers are told if the run is over, and otherwise reconnect."""
+        """Ends all streams. Workers end if the run is over, and reconnect otherwise."""
         over = error is None or code_of(error) in FINAL - {ExitCode.INTERRUPTED}
         self._server.close(Goodbye("the run is over", "over") if over else None)
         self._local.close()

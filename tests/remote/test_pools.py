@@ -1,4 +1,4 @@
-"""A worker's pools: what fails or hangs is told."""
+"""A worker's pools report failures and hangs."""
 
 import queue
 import threading
@@ -12,7 +12,7 @@ from podracer.remote.wire import WireError
 
 
 class FaultyPool:
-    """Returns the actions that it gets, and fails as it is told."""
+    """Returns the actions that it gets, with a fault of this kind."""
 
     def __init__(self, fault):
         self.fault, self.go_on = fault, threading.Event()

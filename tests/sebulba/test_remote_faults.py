@@ -459,12 +459,18 @@ def test_exit_codes_of_worker_processes(tmp_path, monkeypatch):
     monkeypatch.setenv("PODRACER_TOKEN", "")
     token = tmp_path / "token"
     token.write_text("right")
-    early.kill()
+    early.process.terminate()
+    assert early.process.wait(60) == ExitCode.PREEMPTED
     early = Process(address, 4, tmp_path / "early", f"--token_file={token}")
     with remote(remote__listen=address, remote__token_file=str(token)) as run:
         assert stranger.process.wait(120) == ExitCode.CONFIG
         assert "wrong or missing token" in stranger.log.read_text()
         run.outputs(1)
+        # While it works, too.
+        late = Process(address, 4, tmp_path / "late", f"--token_file={token}")
+        wait_until(lambda: run.actors.row()["remote/workers"] == 2 and run.outputs(1), 120)
+        late.process.terminate()
+        assert late.process.wait(60) == ExitCode.PREEMPTED
     assert early.process.wait(60) == ExitCode.OK
     assert "the run is over" in early.log.read_text()
 

@@ -83,7 +83,8 @@ run_workers() {
     echo "$code" >"$0/worker-$SLURM_PROCID"
     exit "$code"' "$folder" python -m podracer.worker --connect="${connect%,}" \
     --token_file="$folder/token" --tls_ca="$folder/learner.crt" ${flags[@]+"${flags[@]}"} || true
-  # Without workers the learner would wait until the time limit.
+  # Their files hold the exit codes, of which srun returns only one. Without workers the learner would
+  # wait until the time limit.
   if [[ $(cat "$folder"/worker-* 2>/dev/null | sort | uniq -c | tr -s ' ') == " $nodes 2" ]]; then
     echo "the learner wants none of the workers: cancelling the job"
     scancel "$SLURM_JOB_ID"

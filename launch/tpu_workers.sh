@@ -243,6 +243,7 @@ update_hosts() { # writes the addresses of the slice's hosts to the file of host
   found=$(gcloud compute tpus tpu-vm describe "$name" "${where[@]}" \
     --format='value(networkEndpoints[].ipAddress)') || return
   [[ -n $found ]] || return
+  # grep fails if it leaves no line.
   { grep -v ' # podracer$' "$hosts" || true; } >"$home/hosts"
   for address in ${found//[;,]/ }; do
     echo "$address host-$((number++)).podracer.internal # podracer"
@@ -259,6 +260,7 @@ work() { # steps environments for as long as the machine exists
   echo "$certificate" >"$home/certificate"
   until prepare; do sleep "$poll"; done
   until update_hosts; do sleep "$poll"; done
+  # A request that fails is made again at the next poll; until then the last addresses stay.
   while sleep "$poll"; do update_hosts || true; done &
   cd "$home/source"
   # When a run is over, the next one of this name is served.
@@ -298,6 +300,7 @@ run() { # LAUNCHER ...
   set +m
   for signal in HUP INT TERM; do
     # shellcheck disable=SC2064 # the values of now
+    # The child may have ended already.
     trap "kill -$signal -- -$child || true" "$signal"
   done
   # A signal interrupts wait. The last wait returns the exit code.

@@ -39,7 +39,7 @@ import jax
 import numpy as np
 import scipy.optimize
 import zmq
-from wire_engines import COMPRESSED, ENGINES, HOST, Client, Counts, Engine, Payload, TrivialDesk
+from wire_engines import COMPRESSED, ENGINES, HOST, Client, Counts, Engine, Payload, TrivialHandler
 
 from podracer import envs as envs_lib
 from podracer.remote import wire
@@ -294,8 +294,8 @@ def start_workers(args: argparse.Namespace, port: int) -> list[subprocess.Popen[
     return [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in range(args.workers)]
 
 
-def make_desk(args: argparse.Namespace) -> TrivialDesk:
-    """The desk of real workers."""
+def make_handler(args: argparse.Namespace) -> TrivialHandler:
+    """The handler of real workers."""
     newest = args.newest_frame
     env = envs_lib.make_host_environment(args.env, {}, {}, newest_frame=newest)
     steps, actions = wire.step_layout(env), wire.action_layout(env)
@@ -305,34 +305,34 @@ def make_desk(args: argparse.Namespace) -> TrivialDesk:
         **{"timeout_s": START_S, "step_timeout_s": START_S},
         **{"steps": steps.describe(), "actions": actions.describe()},
     }
-    return TrivialDesk(steps, actions, args.envs, welcome)
+    return TrivialHandler(steps, actions, args.envs, welcome)
 
 
 def run_workers(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """What real workers and their server do, the median of rounds."""
     args.env = args.env or "dummy:counting"
-    desk = make_desk(args)
-    workers = start_workers(args, desk.port)
+    handler = make_handler(args)
+    workers = start_workers(args, handler.port)
     rounds: list[dict[str, float]] = []
     try:
         deadline = time.monotonic() + START_S
-        while desk.answered < 2 * args.envs:
+        while handler.answered < 2 * args.envs:
             if time.monotonic() > deadline or any(x.poll() is not None for x in workers):
                 raise SystemExit(f"the workers have not begun within {START_S} seconds")
             time.sleep(0.1)
         # Pools begin at different times.
         time.sleep(args.seconds)
         for _ in range(args.rounds):
-            desk.take()
+            handler.take()
             begin, used = time.perf_counter(), cpu_seconds()
             time.sleep(args.seconds)
-            counts, used = desk.take(), cpu_seconds() - used
-            rounds.append(capacity(desk, counts, time.perf_counter() - begin, used))
+            counts, used = handler.take(), cpu_seconds() - used
+            rounds.append(capacity(handler, counts, time.perf_counter() - begin, used))
     finally:
         for process in workers:
             process.kill()
             process.communicate()
-        desk.close()
+        handler.close()
     yield {
         "env": args.env,
         "newest_frame": args.newest_frame,
@@ -343,14 +343,16 @@ def run_workers(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     }
 
 
-def capacity(desk: TrivialDesk, counts: Counts, seconds: float, cpu: float) -> dict[str, float]:
+def capacity(
+    handler: TrivialHandler, counts: Counts, seconds: float, cpu: float
+) -> dict[str, float]:
     """The metrics of one round."""
     p50, p99 = np.percentile(counts.trips, (50, 99))
     return {
         "steps_per_second": counts.steps / seconds,
         "messages_per_second": counts.messages / seconds,
         "rows_per_message": counts.steps / counts.messages,
-        "received_mb_per_second": 1e-6 * counts.steps * desk.steps.row_bytes / seconds,
+        "received_mb_per_second": 1e-6 * counts.steps * handler.steps.row_bytes / seconds,
         "server_cores": cpu / seconds,
         "server_us_per_message": 1e6 * cpu / counts.messages,
         "server_us_per_step": 1e6 * cpu / counts.steps,

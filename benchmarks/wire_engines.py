@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from podracer.remote import server, wire, worker
-from podracer.remote.server import Guest
+from podracer.remote.server import Stream
 from podracer.remote.settings import RemoteConfig
 from podracer.remote.wire import Header, Kind, Layout
 from podracer.types import HostStep, TimeStep
@@ -197,7 +197,7 @@ def open_stream(port: int, *, compression: bool = False) -> Callable[..., Iterat
 
 
 class Counts(NamedTuple):
-    """What a desk has answered so far.
+    """What a handler has answered so far.
 
     Attributes:
       messages, steps: their numbers.
@@ -209,8 +209,8 @@ class Counts(NamedTuple):
     trips: list[float]
 
 
-class TrivialDesk:
-    """A desk (``server.Desk``) that answers every message at once.
+class TrivialHandler:
+    """A handler (``server.Handler``) that answers every message at once.
 
     Attributes:
       port: the port of its server.
@@ -234,25 +234,25 @@ class TrivialDesk:
         self._server = server.Server(options, self, "", print)
         self.port = self._server.port
 
-    def admit(self, guest: Guest, num_envs: int, restarts: int) -> dict[str, Any]:
-        """See ``server.Desk``."""
+    def admit(self, stream: Stream, num_envs: int, restarts: int) -> dict[str, Any]:
+        """See ``server.Handler``."""
         with self._lock:
             places = self._joined + np.arange(num_envs)
             self._joined += num_envs
-        guest.take_places(places)
+        stream.take_places(places)
         return {**self._welcome, "seeds": places.tolist()}
 
-    def arrive(self, guest: Guest, index: np.ndarray, step: HostStep, microseconds: int) -> None:
-        """See ``server.Desk``."""
-        trip = time.monotonic() - float(guest.sent_at[index].max())
+    def arrive(self, stream: Stream, index: np.ndarray, step: HostStep, microseconds: int) -> None:
+        """See ``server.Handler``."""
+        trip = time.monotonic() - float(stream.sent_at[index].max())
         with self._lock:
             messages, steps, trips = self._counts
             trips.append(trip)
             self._counts = Counts(messages + 1, steps + len(index), trips)
-        self._server.answer(guest, index, jax.tree.map(lambda x: x[: len(index)], self._action))
+        self._server.answer(stream, index, jax.tree.map(lambda x: x[: len(index)], self._action))
 
-    def leave(self, guest: Guest, cause: str) -> None:
-        """See ``server.Desk``."""
+    def leave(self, stream: Stream, cause: str) -> None:
+        """See ``server.Handler``."""
 
     def close(self) -> None:
         """Listens no more."""
@@ -273,7 +273,7 @@ class TrivialDesk:
 def serve_podracer(payload: Payload) -> int:
     """podracer's server, with its checks."""
     places = payload.rows * payload.outstanding
-    return TrivialDesk(payload.steps, payload.actions, places, {}).port
+    return TrivialHandler(payload.steps, payload.actions, places, {}).port
 
 
 def connect_podracer(port: int, payload: Payload, *, compression: bool = False) -> Client:

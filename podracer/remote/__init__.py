@@ -5,7 +5,7 @@ answers actions with what its environments return, many environments a message.
 
 1. ``wire``: messages, as bytes.
 2. ``access``: who may connect: certificates, a token, and where a server listens.
-3. ``server``: the gRPC server, which hands messages to a ``Desk``.
+3. ``server``: the gRPC server, which hands messages to a ``Handler``.
 4. ``pools``: environments that are stepped in threads.
 5. ``worker``: the worker, which connects pools and server.
 """

@@ -9,7 +9,6 @@ import queue
 import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
@@ -44,7 +43,7 @@ STALLED = [
 ]
 
 
-class Goodbye(NamedTuple):
+class End(NamedTuple):
     """Why a stream ends, the body of an END message.
 
     Attributes:
@@ -57,11 +56,11 @@ class Goodbye(NamedTuple):
 
 
 class RefusedError(Exception):
-    """A worker can't be admitted; ``args[0]`` is the ``Goodbye``."""
+    """A worker can't be admitted; ``args[0]`` is the ``End``."""
 
 
-class Guest:
-    """A worker that is connected.
+class Stream:
+    """The stream of a worker that is connected.
 
     Attributes:
       places: ``[n]``, the numbers of its environments' places on this host; empty until admitted.
@@ -118,7 +117,7 @@ class Guest:
             yield message
 
 
-class Desk(Protocol):
+class Handler(Protocol):
     """Who admits workers and answers them; called from the threads of all streams.
 
     Attributes:
@@ -129,7 +128,7 @@ class Desk(Protocol):
     steps: Layout
     actions: Layout
 
-    def admit(self, guest: Guest, num_envs: int, restarts: int) -> dict[str, Any]:
+    def admit(self, stream: Stream, num_envs: int, restarts: int) -> dict[str, Any]:
         """Gives a worker places for its environments, as many as are free, and returns the body of
         its WELCOME; ``restarts`` is how often it has been admitted before.
 
@@ -138,34 +137,13 @@ class Desk(Protocol):
         """
         ...
 
-    def arrive(self, guest: Guest, index: np.ndarray, step: HostStep, microseconds: int) -> None:
+    def arrive(self, stream: Stream, index: np.ndarray, step: HostStep, microseconds: int) -> None:
         """Takes steps of some of a worker's environments; they are answered later."""
         ...
 
-    def leave(self, guest: Guest, cause: str) -> None:
+    def leave(self, stream: Stream, cause: str) -> None:
         """The worker has disconnected, for this reason; "" if the server has ended the stream."""
         ...
-
-
-class Traffic:
-    """What has crossed the wire so far: counts that threads add to."""
-
-    def __init__(self):
-        self._lock = threading.Lock()
-        self.received = self.sent = 0
-        self.rejected: Counter[str] = Counter()
-
-    def add(self, received: int = 0, sent: int = 0) -> None:
-        """Adds bytes."""
-        with self._lock:
-            self.received += received
-            self.sent += sent
-
-    def reject(self, kind: str) -> bool:
-        """Counts something that was rejected; returns whether it is the first of its kind."""
-        with self._lock:
-            self.rejected[kind] += 1
-            return self.rejected[kind] == 1
 
 
 class Server:
@@ -177,12 +155,14 @@ class Server:
       traffic: what has crossed the wire.
     """
 
-    def __init__(self, options: RemoteConfig, desk: Desk, token: str, warn: Callable[[str], None]):
+    def __init__(
+        self, options: RemoteConfig, handler: Handler, token: str, warn: Callable[[str], None]
+    ):
         """Starts to listen.
 
         Args:
           options: where, and to whom.
-          desk: admits and answers workers.
+          handler: admits and answers workers.
           token: what workers must show; "" asks for nothing.
           warn: prints a warning; called from any thread.
 
@@ -190,24 +170,24 @@ class Server:
           ConfigError: the address can't be listened at, or strangers could connect.
         """
         access.check_open(options, token)
-        self._options, self._desk, self._token, self._warn = options, desk, token, warn
-        self._guests: dict[Guest, Any] = {}
+        self._options, self._handler, self._token, self._warn = options, handler, token, warn
+        self._streams: dict[Stream, Any] = {}
         self._starts: dict[int, None] = {}
         self._lock, self._closing = threading.Lock(), threading.Event()
-        self._goodbye: Goodbye | None = None
-        self.traffic = Traffic()
-        self._most_bytes = ROOM + options.batch * desk.steps.row_bytes
+        self._end: End | None = None
+        self.traffic = wire.Traffic()
+        self._most_bytes = ROOM + options.batch * handler.steps.row_bytes
         self._grpc: Any = access.import_grpc()
         self._server, self.port, self.local_port = self._listen()
         threading.Thread(target=self._drop_silent, name="silent workers", daemon=True).start()
 
     def _listen(self) -> tuple[Any, int, int]:
         grpc, options = self._grpc, self._options
-        handler = grpc.stream_stream_rpc_method_handler(self._stream)
+        call_handler = grpc.stream_stream_rpc_method_handler(self._serve)
         service, method = METHOD[1:].split("/")
         server = grpc.server(
             ThreadPoolExecutor(options.max_workers + 8, "streams"),
-            handlers=[grpc.method_handlers_generic_handler(service, {method: handler})],
+            handlers=[grpc.method_handlers_generic_handler(service, {method: call_handler})],
             options=[
                 *KEEPALIVE,
                 *STALLED,
@@ -237,43 +217,43 @@ class Server:
         server.start()
         return server, port, local_port
 
-    def _stream(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+    def _serve(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
         """A worker's stream, in a thread of gRPC; a thread of ours reads what the worker sends."""
         if not access.has_token(context.invocation_metadata(), self._token):
             self._reject("a call without the token")
             context.abort(self._grpc.StatusCode.UNAUTHENTICATED, "wrong or missing token")
-        guest = Guest(time.monotonic())
+        stream = Stream(time.monotonic())
         with self._lock:
-            self._guests[guest] = context
+            self._streams[stream] = context
 
-        def end() -> None:
+        def remove() -> None:
             with self._lock:
-                self._guests.pop(guest, None)
+                self._streams.pop(stream, None)
             # A stream that the network has ended does not wait for anything to be sent.
-            guest.close()
+            stream.close()
 
-        if not context.add_callback(end):
-            end()
-        reading = threading.Thread(target=self._read, args=(guest, requests), daemon=True)
+        if not context.add_callback(remove):
+            remove()
+        reading = threading.Thread(target=self._read, args=(stream, requests), daemon=True)
         reading.start()
-        for message in guest.messages():
+        for message in stream.messages():
             self.traffic.add(sent=len(message))
             yield message
 
-    def _read(self, guest: Guest, requests: Iterator[bytes]) -> None:
+    def _read(self, stream: Stream, requests: Iterator[bytes]) -> None:
         cause = ""
         try:
             for message in requests:
-                guest.heard_at = time.monotonic()
+                stream.heard_at = time.monotonic()
                 self.traffic.add(received=len(message))
-                self._handle(guest, message)
+                self._handle(stream, message)
             cause = "it has disconnected"
         except RefusedError as refused:
-            self._say_goodbye(guest, refused.args[0])
+            self._send_end(stream, refused.args[0])
         except WireError as error:
             cause = f"it sent {error}"
             self._reject(str(error))
-            self._say_goodbye(guest, Goodbye(f"this worker sent {error}", "unwanted"))
+            self._send_end(stream, End(f"this worker sent {error}", "unwanted"))
         except self._grpc.RpcError:
             cause = "it has disconnected"
         except Exception:
@@ -282,29 +262,29 @@ class Server:
             if self.traffic.reject(cause):
                 self._warn(f"a worker is dropped:\n{traceback.format_exc().rstrip()}")
         finally:
-            guest.left_at = time.monotonic()
-            self._desk.leave(guest, "" if self._closing.is_set() else cause)
-            guest.close()
+            stream.left_at = time.monotonic()
+            self._handler.leave(stream, "" if self._closing.is_set() else cause)
+            stream.close()
 
-    def _handle(self, guest: Guest, message: bytes) -> None:
+    def _handle(self, stream: Stream, message: bytes) -> None:
         if len(message) > self._most_bytes:
             raise WireError("a message that is too large")
         header, body = wire.decode(message)
-        guest.check(header)
+        stream.check(header)
         if header.kind is Kind.HELLO:
-            self._welcome(guest, wire.decode_json(body))
+            self._welcome(stream, wire.decode_json(body))
         elif header.kind is Kind.STEP:
-            self._arrive(guest, header, body)
+            self._arrive(stream, header, body)
         elif header.kind is not Kind.ALIVE:
             raise WireError("a message that only servers send")
 
-    def _welcome(self, guest: Guest, hello: dict[str, Any]) -> None:
-        if self._goodbye:
-            raise RefusedError(self._goodbye)
-        self._check_start(guest.start)
+    def _welcome(self, stream: Stream, hello: dict[str, Any]) -> None:
+        if self._end:
+            raise RefusedError(self._end)
+        self._check_start(stream.start)
         num_envs, restarts = _count(hello, "num_envs", 1), _count(hello, "restarts", 0)
-        welcome = self._desk.admit(guest, num_envs, restarts)
-        guest.send(lambda header: wire.encode_json(header, welcome), Kind.WELCOME)
+        welcome = self._handler.admit(stream, num_envs, restarts)
+        stream.send(lambda header: wire.encode_json(header, welcome), Kind.WELCOME)
 
     def _check_start(self, start: int) -> None:
         """Raises ``WireError`` if another connection has had this number."""
@@ -315,27 +295,29 @@ class Server:
             if len(self._starts) > MOST_STARTS:
                 del self._starts[next(iter(self._starts))]
 
-    def _arrive(self, guest: Guest, header: Header, body: memoryview) -> None:
-        index, step = self._desk.steps.decode(header, body)
-        if index.max() >= len(guest.places) or len(np.unique(index)) < len(index):
+    def _arrive(self, stream: Stream, header: Header, body: memoryview) -> None:
+        index, step = self._handler.steps.decode(header, body)
+        if index.max() >= len(stream.places) or len(np.unique(index)) < len(index):
             raise WireError("steps of environments that it does not have")
-        if not guest.awaited[index].all():
+        if not stream.awaited[index].all():
             raise WireError("steps of environments that were given no action")
         # Each step follows an action that was read, so others have at most one each.
-        if guest.unread() > len(guest.places):
+        if stream.unread() > len(stream.places):
             raise WireError("steps without taking the actions of others")
-        _check_step(step, guest.sent_at[index] == 0)
-        guest.awaited[index] = False
-        self._desk.arrive(guest, index, step, header.microseconds)
+        _check_step(step, stream.sent_at[index] == 0)
+        stream.awaited[index] = False
+        self._handler.arrive(stream, index, step, header.microseconds)
 
-    def answer(self, guest: Guest, index: np.ndarray, actions: ArrayTree) -> None:
+    def answer(self, stream: Stream, index: np.ndarray, actions: ArrayTree) -> None:
         """Sends actions to some of a worker's environments."""
-        guest.awaited[index] = True
-        guest.sent_at[index] = time.monotonic()
-        guest.send(lambda header: self._desk.actions.encode(header, index, actions), Kind.ACTIONS)
+        stream.awaited[index] = True
+        stream.sent_at[index] = time.monotonic()
+        stream.send(
+            lambda header: self._handler.actions.encode(header, index, actions), Kind.ACTIONS
+        )
 
-    def _say_goodbye(self, guest: Guest, goodbye: Goodbye) -> None:
-        guest.send(lambda header: wire.encode_json(header, goodbye._asdict()), Kind.END)
+    def _send_end(self, stream: Stream, end: End) -> None:
+        stream.send(lambda header: wire.encode_json(header, end._asdict()), Kind.END)
 
     def _reject(self, kind: str) -> None:
         if self.traffic.reject(kind):
@@ -346,28 +328,28 @@ class Server:
         while not self._closing.wait(min(1.0, options.timeout_s / 4)):
             now = time.monotonic()
             with self._lock:
-                guests = list(self._guests.items())
-            for guest, context in guests:
-                limit = options.timeout_s if guest.begun else options.start_timeout_s
-                if guest.left_at < now - GRACE_S:
+                streams = list(self._streams.items())
+            for stream, context in streams:
+                limit = options.timeout_s if stream.begun else options.start_timeout_s
+                if stream.left_at < now - GRACE_S:
                     # It does not take what was sent at its end.
                     context.cancel()
-                elif guest.left_at == math.inf and guest.heard_at < now - limit:
+                elif stream.left_at == math.inf and stream.heard_at < now - limit:
                     self._reject(f"a worker that said nothing for {limit:g} seconds")
-                    guest.left_at = now
+                    stream.left_at = now
                     context.cancel()
 
-    def close(self, goodbye: Goodbye | None = None) -> None:
-        """Ends all streams, after sending ``goodbye`` to the workers if it is not None."""
+    def close(self, end: End | None = None) -> None:
+        """Ends all streams, after sending ``end`` to the workers if it is not None."""
         self._closing.set()
-        self._goodbye = goodbye
+        self._end = end
         with self._lock:
-            guests = list(self._guests)
-        for guest in guests:
-            if goodbye:
-                self._say_goodbye(guest, goodbye)
-            guest.close()
-        self._server.stop(GRACE_S if goodbye else 0).wait(GRACE_S)
+            streams = list(self._streams)
+        for stream in streams:
+            if end:
+                self._send_end(stream, end)
+            stream.close()
+        self._server.stop(GRACE_S if end else 0).wait(GRACE_S)
 
 
 def _check_step(step: HostStep, begins: np.ndarray) -> None:

@@ -8,6 +8,8 @@ import enum
 import json
 import math
 import struct
+import threading
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -185,6 +187,27 @@ class Layout:
                 raise WireError("NaN or an infinite number")
             arrays.append(array)
         return index, self._structure.unflatten(arrays)
+
+
+class Traffic:
+    """What has crossed the wire so far: counts that threads add to."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self.received = self.sent = 0
+        self.rejected: Counter[str] = Counter()
+
+    def add(self, received: int = 0, sent: int = 0) -> None:
+        """Adds bytes."""
+        with self._lock:
+            self.received += received
+            self.sent += sent
+
+    def reject(self, kind: str) -> bool:
+        """Counts something that was rejected; returns whether it is the first of its kind."""
+        with self._lock:
+            self.rejected[kind] += 1
+            return self.rejected[kind] == 1
 
 
 def step_layout(env: HostEnvironment) -> Layout:

@@ -94,7 +94,7 @@ class Connection:
         self._batch, self._alive_s, self._step_timeout_s = 1, 5.0, math.inf
         self.welcomed, self.failure = False, ""
 
-    def run(self) -> server.Goodbye | None:
+    def run(self) -> server.End | None:
         """Steps environments until the stream ends.
 
         Returns:
@@ -107,12 +107,12 @@ class Connection:
         """
         metadata = access.token_metadata(self._token)
         responses = self._call(self._requests(), metadata=metadata)
-        goodbye = None
+        end = None
         try:
             for message in responses:
                 header, body = wire.decode(message)
                 if header.kind is Kind.END:
-                    goodbye = server.Goodbye(**wire.decode_json(body))
+                    end = server.End(**wire.decode_json(body))
                     break
                 if header.kind is Kind.WELCOME:
                     self._begin(wire.decode_json(body))
@@ -130,7 +130,7 @@ class Connection:
         if not all(closed):
             # The hanging threads can't be ended, and their environments would pile up.
             raise TransientError(f"environments could not be closed within {CLOSE_S:g} seconds")
-        return goodbye
+        return end
 
     def _header(self, kind: Kind, microseconds: int = 0) -> Header:
         self._sequence += 1
@@ -319,16 +319,16 @@ def _reason(grpc: Any, connection: Connection) -> str | None:
       ConfigError: the worker is not wanted, or can't make the environment.
     """
     try:
-        goodbye = connection.run()
+        end = connection.run()
     except grpc.RpcError as error:
         if error.code() is grpc.StatusCode.UNAUTHENTICATED:
             raise ConfigError(f"the server does not admit this worker: {error.details()}") from None
         return f"{error.code().name.lower()}, {error.details()}"
-    if goodbye is None:
+    if end is None:
         return "the connection has ended"
-    if goodbye.code == "unwanted":
-        raise ConfigError(f"the server does not admit this worker: {goodbye.reason}")
-    return None if goodbye.code == "over" else goodbye.reason
+    if end.code == "unwanted":
+        raise ConfigError(f"the server does not admit this worker: {end.reason}")
+    return None if end.code == "over" else end.reason
 
 
 def end_with_stdin() -> None:

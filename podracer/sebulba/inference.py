@@ -16,7 +16,7 @@ import numpy as np
 from podracer.acting.independent_unroll import Arrivals, PlacesState
 from podracer.acting.statistics import EpisodeSums, HostEpisodes
 from podracer.monitoring.metrics import Clock
-from podracer.remote.server import Guest
+from podracer.remote.server import Stream
 from podracer.sebulba.handover import Handover
 from podracer.sebulba.pipeline import ParameterServer
 from podracer.sebulba.program import CompiledIndependent
@@ -32,7 +32,7 @@ class Arrived(NamedTuple):
     """Steps of some of a worker's environments.
 
     Attributes:
-      guest: the worker.
+      stream: the worker.
       envs: ``[n]``, their numbers among the worker's environments.
       row: ``[n]``, their places in this thread.
       step: ``[n, ...]``.
@@ -40,7 +40,7 @@ class Arrived(NamedTuple):
       stepping: seconds that the environments took.
     """
 
-    guest: Guest
+    stream: Stream
     envs: np.ndarray
     row: np.ndarray
     step: HostStep
@@ -76,7 +76,7 @@ class InferenceThread:
         first_unroll: int,
         contiguous: bool,
         wait_s: float,
-        answer: Callable[[Guest, np.ndarray, np.ndarray], None],
+        answer: Callable[[Stream, np.ndarray, np.ndarray], None],
     ):
         """Starts nothing yet.
 
@@ -90,7 +90,7 @@ class InferenceThread:
           first_unroll: number of the first unroll of each place.
           contiguous: whether the learner joins an environment's unrolls, as a replay buffer does.
           wait_s: seconds for which the first arrival waits for others.
-          answer: ``(guest, envs [n], actions [n, ...])`` sends actions to a worker.
+          answer: ``(stream, envs [n], actions [n, ...])`` sends actions to a worker.
         """
         self._env_ids, self._device, self._functions = env_ids, device, functions
         self._handover, self._parameters, self._supervisor = handover, parameters, supervisor
@@ -220,7 +220,7 @@ class InferenceThread:
         begin = 0
         for x in batch:
             end = begin + len(x.row)
-            self._answer(x.guest, x.envs, chosen[begin:end])
+            self._answer(x.stream, x.envs, chosen[begin:end])
             begin = end
 
     def _advance(self, state: PlacesState, row: np.ndarray, version: int) -> PlacesState:

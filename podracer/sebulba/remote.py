@@ -19,7 +19,7 @@ from podracer.config import Config
 from podracer.distributed import mesh as mesh_lib
 from podracer.errors import FINAL, ExitCode, code_of
 from podracer.remote import access, wire
-from podracer.remote.server import Goodbye, Guest, RefusedError, Server
+from podracer.remote.server import End, RefusedError, Server, Stream
 from podracer.sebulba.handover import Handover
 from podracer.sebulba.inference import Arrived, InferenceThread, Joined, Left
 from podracer.sebulba.pipeline import ParameterServer, PauseTimer, TrajectoryQueue
@@ -107,12 +107,12 @@ class RemoteActors:
         """The port that workers connect to."""
         return self._server.port
 
-    def admit(self, guest: Guest, num_envs: int, restarts: int) -> dict[str, Any]:
-        """See ``server.Desk``."""
+    def admit(self, stream: Stream, num_envs: int, restarts: int) -> dict[str, Any]:
+        """See ``server.Handler``."""
         places = self._places.take(min(num_envs, wire.MOST_ROWS))
         if not len(places):
-            raise RefusedError(Goodbye("all places are taken", "later"))
-        guest.take_places(places)
+            raise RefusedError(End("all places are taken", "later"))
+        stream.take_places(places)
         with self._lock:
             join = self._joins
             self._joins += 1
@@ -152,35 +152,35 @@ class RemoteActors:
         for k in np.unique(numbers):
             yield self._threads[k], numbers == k
 
-    def arrive(self, guest: Guest, index: np.ndarray, step: HostStep, microseconds: int) -> None:
-        """See ``server.Desk``."""
+    def arrive(self, stream: Stream, index: np.ndarray, step: HostStep, microseconds: int) -> None:
+        """See ``server.Handler``."""
         if len(index) > self._threads[0].most:
             raise wire.WireError("more steps than are acted on at once")
-        sent_at, stepping = float(guest.sent_at[index].max()), microseconds / 1e6
+        sent_at, stepping = float(stream.sent_at[index].max()), microseconds / 1e6
         trip = time.monotonic() - sent_at if sent_at else 0.0
         if sent_at:
             self._trips.append((trip, stepping))
-        places = guest.places[index]
+        places = stream.places[index]
         for thread, mine in self._by_thread(places):
             # Most often they are all of one thread, and need no copy.
             own = step if mine.all() else jax.tree.map(lambda x, mine=mine: x[mine], step)
             row = self._rows(places[mine])
-            thread.inbox.put(Arrived(guest, index[mine], row, own, trip, stepping))
+            thread.inbox.put(Arrived(stream, index[mine], row, own, trip, stepping))
 
-    def leave(self, guest: Guest, cause: str) -> None:
-        """See ``server.Desk``."""
-        if not len(guest.places):
+    def leave(self, stream: Stream, cause: str) -> None:
+        """See ``server.Handler``."""
+        if not len(stream.places):
             return
         with self._lock:
             self._workers -= 1
             self._losses += bool(cause)
-        for thread, mine in self._by_thread(guest.places):
-            places = guest.places[mine]
+        for thread, mine in self._by_thread(stream.places):
+            places = stream.places[mine]
             give_back = partial(self._places.give_back, places)
             thread.inbox.put(Left(self._rows(places), give_back))
 
-    def _answer(self, guest: Guest, index: np.ndarray, actions: np.ndarray) -> None:
-        self._server.answer(guest, index, actions)
+    def _answer(self, stream: Stream, index: np.ndarray, actions: np.ndarray) -> None:
+        self._server.answer(stream, index, actions)
 
     def row(self) -> Row:
         """Metrics of workers and wire: counts of all hosts since they started, and percentiles of
@@ -214,7 +214,7 @@ class RemoteActors:
     def close(self, error: BaseException | None) -> None:
         """Ends all streams. Workers end if the run is over, and reconnect otherwise."""
         over = error is None or code_of(error) in FINAL - {ExitCode.INTERRUPTED}
-        self._server.close(Goodbye("the run is over", "over") if over else None)
+        self._server.close(End("the run is over", "over") if over else None)
         self._local.close()
 
 

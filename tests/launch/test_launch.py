@@ -58,7 +58,8 @@ TRAINER = """
     }
     with notes.open("a") as lines:
         lines.write(json.dumps(note) + "\\n")
-    print("training", worker, attempt, flush=True)
+    # In one write, so that lines of two workers do not mix even where output is unbuffered.
+    os.write(1, f"training {worker} {attempt}\\n".encode())
     while file and not (cloud / file).exists():
         time.sleep(0.02)
     sys.exit(int(code))

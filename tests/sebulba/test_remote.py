@@ -122,9 +122,9 @@ def test_what_workers_must_not_send_ends_their_stream_and_reaches_nobody_else():
             with contextlib.suppress(grpc.RpcError):
                 said = [wire.decode(x) for x in stranger.responses]
                 assert said[-1][0].kind is Kind.END
-                goodbye = wire.decode_json(said[-1][1])
-                assert goodbye["code"] == "unwanted"
-                assert re.search(match, goodbye["reason"])
+                end = wire.decode_json(said[-1][1])
+                assert end["code"] == "unwanted"
+                assert re.search(match, end["reason"])
             stranger.close()
         outputs += run.outputs(6)
         rejected = run.actors.row()["remote/rejected"]

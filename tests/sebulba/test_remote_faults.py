@@ -645,12 +645,12 @@ class Strangers:
         channel = self._open(self._files, *options, ("grpc.use_local_subchannel_pool", 1))
         stranger = Stranger("", self._metadata, channel)
         stranger.send(hello())
-        wait_until(lambda: self._guest(stranger) or stranger.responses.done())
-        guest = self._guest(stranger)
+        wait_until(lambda: self._stream(stranger) or stranger.responses.done())
+        stream = self._stream(stranger)
         number = 0
-        while guest.left_at == math.inf:
+        while stream.left_at == math.inf:
             # After each answer, so that only what it does not read is wrong.
-            if guest._sent > number:
+            if stream._sent > number:
                 number += 1
                 stranger.send(steps(number))
             time.sleep(0.001)
@@ -661,9 +661,9 @@ class Strangers:
         stack.callback(stranger.close)
         self._keep(stack, 3)
 
-    def _guest(self, stranger: Stranger) -> Any:
-        guests = [*self._run.actors._server._guests]
-        return next((x for x in guests if x.start >> 16 == stranger.number and x._sent), None)
+    def _stream(self, stranger: Stranger) -> Any:
+        streams = [*self._run.actors._server._streams]
+        return next((x for x in streams if x.start >> 16 == stranger.number and x._sent), None)
 
     def attack(self, count: int) -> None:
         kinds = {self.bad: 10, self.damaged: 10, self.large: 1, self.unknown: 5, self.replayed: 3,
@@ -751,7 +751,7 @@ def test_strangers_change_no_bit_of_what_a_worker_collects(tmp_path, monkeypatch
         strangers.attack(ATTACKS - ATTACKS // 5)
         # Those that still say or read nothing are dropped.
         wait_until(lambda: run.actors.row()["remote/workers"] == 1)
-        wait_until(lambda: len(run.actors._server._guests) == 1)
+        wait_until(lambda: len(run.actors._server._streams) == 1)
         strangers.close()
         wait_until(lambda: count_threads() <= threads)
         grown = resident_mb() - memory

@@ -16,7 +16,7 @@ import shlex
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import results_lines
@@ -43,8 +43,8 @@ def train(task: Task, seed: int, folder: pathlib.Path, cores: Sequence[int]) -> 
     return process.returncode
 
 
-def train_all(tasks: Iterable[Task], folder: pathlib.Path, jobs: int) -> int:
-    """Trains the seeds of tasks that have no line.
+def train_all(tasks: Sequence[Task], folder: pathlib.Path, jobs: int) -> int:
+    """Trains the seeds of tasks that have no line: first one seed of every task, then the next.
 
     Args:
       tasks: the tasks.
@@ -56,7 +56,8 @@ def train_all(tasks: Iterable[Task], folder: pathlib.Path, jobs: int) -> int:
       none is begun after one was stopped by a signal.
     """
     done = {(line.task, line.seed) for line in results_lines.read_lines(results_lines.LINES)}
-    runs = [(task, seed) for task in tasks for seed in range(task.seeds)]
+    most = max((task.seeds for task in tasks), default=0)
+    runs = [(task, seed) for seed in range(most) for task in tasks if seed < task.seeds]
     cores = sorted(os.sched_getaffinity(0))
     if not 1 <= jobs <= len(cores):
         raise SystemExit(f"--jobs={jobs} must be at least 1 and at most the {len(cores)} cores")
@@ -99,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if unknown := set(args.sets) - SETS.keys():
         parser.error(f"no set {', '.join(unknown)}; there are {', '.join(SETS)}")
-    code = train_all((task for name in args.sets for task in SETS[name]), args.folder, args.jobs)
+    code = train_all([task for name in args.sets for task in SETS[name]], args.folder, args.jobs)
     results_page.write(*map(results_lines.read_lines, (results_lines.LINES, results_lines.PEERS)))
     return code
 

@@ -106,13 +106,21 @@ SETS: dict[str, list[Task]] = {
     "minatar": [
         *minatar("minatar", *MINATAR),
         *minatar("minatar", "Breakout", "Asterix", changes=("agent=vtrace",)),
-        *minatar("minatar_dqn", *MINATAR),
     ],
+    "minatar_dqn": minatar("minatar_dqn", *MINATAR),
     "box2d": [
         Task("LunarLander", "lunarlander", "sebulba", references=(zoo(242),), top=True),
     ],
     "atari": [
         Task("Atari Pong", "atari", "sebulba", seeds=3, references=(zoo(20.99),), top=True),
+    ],
+    "pong_replay": [
+        Task(
+            "Atari Pong", "pong_r2d2", "sebulba", seeds=3, references=(zoo(20.6, "DQN"),), top=True
+        ),
+        Task(
+            "Atari Pong", "pong_dqn", "sebulba", seeds=3, references=(zoo(20.6, "DQN"),), top=True
+        ),
     ],
     "procgen": [
         Task("Procgen CoinRun, unseen levels", "coinrun", "sebulba", seeds=3, top=True),
@@ -125,5 +133,21 @@ SETS: dict[str, list[Task]] = {
         mujoco("Hopper", 2410),
         mujoco("Walker2d", 3479),
         mujoco("Ant", 1327),
+    ],
+    "d4pg": [
+        Task("Pendulum from images", "pendulum_pixels_d4pg", "sebulba", top=True),
+        Task(
+            "HalfCheetah",
+            "halfcheetah_d4pg",
+            "sebulba",
+            seeds=3,
+            references=(zoo(9656, "TD3"),),
+            top=True,
+        ),
+    ],
+    "search": [
+        Task("CartPole", "cartpole_muzero", references=(gymnax(500),), top=True),
+        Task("Tic-tac-toe against random", "tic_tac_toe", top=True),
+        Task("Connect Four against random", "connect_four", top=True),
     ],
 }

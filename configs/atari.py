@@ -17,20 +17,13 @@ Result: see docs/results.md. Hardware: one core of an AMD EPYC, about 70 minutes
 import ml_collections
 
 from podracer.config import default_config
+from podracer.config.atari import PROTOCOL
 
 
 def get_config() -> ml_collections.ConfigDict:
     config = default_config()
     config.env = "envpool:Pong-v5"
-    config.env_kwargs = {
-        "repeat_action_probability": 0.0,
-        "full_action_space": False,
-        "episodic_life": True,
-        "reward_clip": True,
-        "noop_max": 30,
-        "use_fire_reset": True,
-        "max_episode_steps": 27_000,
-    }
+    config.env_kwargs = {**PROTOCOL, "episodic_life": True}
     config.total_steps = 4_000_000
     config.num_envs = 16
     config.unroll_length = 128

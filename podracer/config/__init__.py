@@ -39,8 +39,8 @@ class Config(AgentSections):
     Attributes:
       env: the environment, as "suite:name" ("gymnax:CartPole-v1", "envpool:Pong-v5",
         "gymnasium:LunarLander-v3"), or as "module:Class" for a gymnax environment of your own.
-        Suites in JAX are gymnax, brax, craftax, jumanji, navix, playground and xminigrid; on the
-        host, envpool and gymnasium.
+        Suites in JAX are gymnax, brax, craftax, jumanji, navix, pgx, playground and xminigrid; on
+        the host, envpool and gymnasium.
       env_kwargs: keyword arguments of the environment's constructor.
       env_params: values for fields of the environment's parameters, in suites that have them
         (gymnax, craftax, playground, xminigrid); other fields keep their defaults. Of a Brax
@@ -50,8 +50,9 @@ class Config(AgentSections):
         this height and width, of which "frames" (3 by default) are stacked.
       observed: of observations with one axis, the components that agents see, such as (0, 2) for
         CartPole without its velocities; () is all.
-      agent: the algorithm: "ppo", "vtrace", "dqn", "r2d2" or "d4pg". Each has a section of that
-        name for its own settings, the ``Config`` of its module; other agents ignore it.
+      agent: the algorithm: "ppo", "vtrace", "dqn", "r2d2", "d4pg", "muzero" or "alphazero". Each
+        has a section of that name for its own settings, the ``Config`` of its module; other agents
+        ignore it.
       seed: seed of all random numbers, below 2^32.
       num_seeds: number of independent agents that are trained at once in one program, with the
         seeds ``seed``, ``seed + 1``, ... (Anakin only). Each of them takes ``total_steps`` steps in
@@ -145,6 +146,11 @@ class Config(AgentSections):
             raise ConfigError(f"seed must be below 2^32, got {self.seed + self.num_seeds - 1}")
         # Built here once, so that their impossible settings are rejected before anything starts.
         _ = self.optimization, self.gradient_steps
+
+    @property
+    def steps_per_update(self) -> int:
+        """Environment steps of one update, over all devices."""
+        return self.num_envs * self.unroll_length
 
     @property
     def seeds(self) -> range:
@@ -288,7 +294,7 @@ def sizes(config: Config, num_devices: int, num_threads: int = 0) -> Sizes:
             f"{config.num_envs} divides over "
             f"{_divisors(config.num_envs, max(1, num_threads))} devices"
         )
-    steps_per_update = config.num_envs * config.unroll_length
+    steps_per_update = config.steps_per_update
     updates = math.ceil(config.total_steps / steps_per_update)
     rows = 3000 if num_threads else 100
     chosen = max(1, min(updates // rows, 100))

@@ -31,7 +31,8 @@ class EvaluationConfig:
       max_steps: the longest episode, in steps. A longer one counts with its return up to that step.
       greedy: act without exploration: PPO and V-trace take the most probable action, DQN and R2D2
         the one of the highest value (except with probability ``evaluation_epsilon``), D4PG its
-        action without noise; if false, act as in training.
+        action without noise, MuZero the most visited one of a search without noise, AlphaZero the
+        network's (see ``evaluation_simulations``); if false, act as in training.
     """
 
     every: int = 0

@@ -13,6 +13,7 @@ COMMANDS = {
     "sebulba": "train in host environments: envpool and Gymnasium",
     "worker": "step environments for Sebulba on another machine",
     "evaluate": "evaluate a saved run, and draw an episode as a GIF",
+    "match": "play games of two players between saved runs, or rate checkpoints",
     "plot": "draw the learning curves of runs",
     "look": "show the progress of a run",
     "plan": "estimate memory and speed on a TPU slice, with the TPU compiler",

@@ -23,6 +23,8 @@ Params = Any
 Carry = Any
 # The key of the mask of legal actions in an observation, see ``Spec``.
 ACTION_MASK = "action_mask"
+# The key of the environment's own state in an observation, see ``Spec.model``.
+MODEL_STATE = "model_state"
 # A row of metrics, by name.
 Row = dict[str, int | float]
 # Combines a tree of arrays over all devices; the identity on one.
@@ -37,7 +39,9 @@ class TimeStep(struct.PyTreeNode):
       reward: ``[...]`` float32, of the transition t-1 -> t, also where it ended an episode and this
         observation opens the next one; 0 after a reset alone.
       discount: ``[...]`` float32, 0 if the transition t-1 -> t terminated the episode, else 1, also
-        where the episode was truncated. The agent's discount factor is not included.
+        where the episode was truncated. The agent's discount factor is not included. In a game of
+        two players, -1 instead of 1 says that the other one is to move: values are always those
+        of the player to move, and rewards those of the one who moved.
       first: ``[...]`` bool, whether this observation opens an episode.
     """
 
@@ -125,11 +129,29 @@ class Spec(NamedTuple):
       frames: number of frames in the last axis of an observation, the newest one last, of which the
         others were the newest ones of the steps before; 1 if observations share no frames, and for
         dictionaries.
+      players: 2 in a game whose rewards sum to zero and in which the agent makes all moves.
+      model: ``(state, action) -> (state, timestep)``, the environment as a function of the state
+        that observations hold under ``MODEL_STATE``; None if they don't.
     """
 
     observation: ArrayTree
     action: Discrete | Box
     frames: int = 1
+    players: int = 1
+    model: Callable[[ArrayTree, Array], tuple[ArrayTree, TimeStep]] | None = None
+
+
+class Simulator(NamedTuple):
+    """An environment as a function of a state that a search can hold.
+
+    Attributes:
+      state: ``(state of the environment) ->`` the state of the simulator.
+      step: ``(state, action) -> (state, timestep)``. What follows the end of an episode has no
+        effect.
+    """
+
+    state: Callable[[ArrayTree], ArrayTree]
+    step: Callable[[ArrayTree, Array], tuple[ArrayTree, TimeStep]]
 
 
 class Environment(NamedTuple):
@@ -146,6 +168,9 @@ class Environment(NamedTuple):
         into one as agents see it.
       refresh: ``(key, state) -> state``, called before each unroll: prepares what is too expensive
         to compute in each step. None if there is nothing to prepare.
+      evaluation: the environment of evaluations, where it is another one, such as a game against
+        an opponent; else None.
+      simulator: for agents that search in the environment; None if its own step is all there is.
     """
 
     spec: Spec
@@ -154,6 +179,8 @@ class Environment(NamedTuple):
     render: Callable[[ArrayTree], np.ndarray] | None = None
     observe: Callable[[ArrayTree], ArrayTree] = lambda observation: observation
     refresh: Callable[[Array, ArrayTree], ArrayTree] | None = None
+    evaluation: Environment | None = None
+    simulator: Simulator | None = None
 
 
 class HostStep(NamedTuple):

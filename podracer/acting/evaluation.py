@@ -87,6 +87,7 @@ def make_evaluation(
     env: Environment, agent: Agent, mesh: jax.sharding.Mesh, config: EvaluationConfig
 ) -> Callable[[Weights, Array], Episodes]:
     """``(weights, key) -> Episodes``, to be jitted; episodes are spread over all devices."""
+    env = env.evaluation or env
     per_device = -(-config.episodes // mesh.size)
 
     def local(weights: Weights, key: Array) -> Episodes:

@@ -41,6 +41,8 @@ def _describe(tree: ArrayTree) -> Any:
     """Dtypes and shapes in words, in a dictionary for a dictionary."""
     if isinstance(tree, dict):
         return {key: _describe(x) for key, x in tree.items()}
+    if not hasattr(tree, "dtype"):
+        return type(tree).__name__
     return f"{tree.dtype}{list(tree.shape)}"
 
 
@@ -53,7 +55,11 @@ def _is_like(x: ArrayTree, spec: ArrayTree) -> bool:
             and x.keys() == spec.keys()
             and all(_is_like(x[key], spec[key]) for key in spec)
         )
-    return x.shape == spec.shape and np.can_cast(x.dtype, spec.dtype, "same_kind")
+    # The state of a game is a record of arrays.
+    return jax.tree.structure(x) == jax.tree.structure(spec) and all(
+        a.shape == s.shape and np.can_cast(a.dtype, s.dtype, "same_kind")
+        for a, s in zip(jax.tree.leaves(x), jax.tree.leaves(spec), strict=True)
+    )
 
 
 def _observe(env: Environment | HostEnvironment, observation: ArrayTree) -> ArrayTree:
@@ -155,7 +161,7 @@ class Policy:
         """
         # Lists of numbers are arrays, too.
         observation = jax.tree.map(
-            np.asarray, observation, is_leaf=lambda x: not isinstance(x, dict)
+            np.asarray, observation, is_leaf=lambda x: type(x) in (list, tuple)
         )
         count, first = np.uint32(self._count % 2**32), np.bool_(self._first)
         inputs = (count, first, np.float32(reward), observation)

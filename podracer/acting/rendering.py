@@ -106,6 +106,7 @@ def record_episode(
       key: random key of the evaluation.
       recorder: receives the frames.
     """
+    env = env.evaluation or env
     render = env.render
     assert render is not None
     state = jax.jit(partial(evaluation.begin, env, agent))(key, jnp.zeros(1, jnp.int32))

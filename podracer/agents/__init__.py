@@ -7,6 +7,7 @@ a run has to know before the agent is built:
 
 - ``off_policy``: whether the agent can learn from experience that was collected with older weights,
   of any age.
+- ``in_environment``: whether the agent searches in the environment itself, whose state it observes.
 - ``fixed``: dotted keys of the settings that can't change when a run is resumed, besides those of
   every agent (``storage.compatibility``).
 - ``gradient_steps(settings) -> GradientSteps``: how an update is divided.
@@ -14,11 +15,13 @@ a run has to know before the agent is built:
 
 from types import ModuleType
 
-from podracer.agents import d4pg, dqn, ppo, r2d2, vtrace
+from podracer.agents import alphazero, d4pg, dqn, muzero, ppo, r2d2, vtrace
 
 AGENTS: dict[str, ModuleType] = {
+    "alphazero": alphazero,
     "d4pg": d4pg,
     "dqn": dqn,
+    "muzero": muzero,
     "ppo": ppo,
     "r2d2": r2d2,
     "vtrace": vtrace,

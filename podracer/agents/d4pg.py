@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import rlax
-from flax import struct
 
 from podracer.agents import normalization, target_network, transitions
 from podracer.agents.settings import Settings, make_replay, replay_gradient_steps
@@ -79,6 +78,7 @@ class Config:
     critic_hidden: tuple[int, ...] = (400, 300)
 
     off_policy: ClassVar[bool] = True
+    in_environment: ClassVar[bool] = False
     fixed: ClassVar[tuple[str, ...]] = (
         *replay.FIXED,
         "d4pg.n_step",
@@ -113,33 +113,23 @@ class Config:
         return replay_gradient_steps(settings, 1)
 
 
-class ActorCarry(struct.PyTreeNode):
-    """What an actor carries from step to step.
-
-    Attributes:
-      total: ``[B]``, discounted sum of past rewards, ``()`` unless rewards are normalised.
-    """
-
-    total: Any
-
-
 def _make_functions(spec: Spec, settings: Settings, config: Config, network: PolicyCritic):
     """The functions ``init``, ``carry`` and ``act`` of an ``Agent`` that acts with noise."""
 
     def init(key: Array) -> Weights:
         return Weights(network.init(key), normalization.init_stats(spec, settings))
 
-    def carry(env_ids: Array) -> ActorCarry:
-        return ActorCarry(normalization.init_total(settings, env_ids.shape[0]))
+    def carry(env_ids: Array) -> normalization.ActorCarry:
+        return normalization.ActorCarry(normalization.init_total(settings, env_ids.shape[0]))
 
     def act(
         weights: Weights,
-        carry: ActorCarry,
+        carry: normalization.ActorCarry,
         timestep: TimeStep,
         keys: Array,
         *,
         greedy: bool = False,
-    ) -> tuple[ActorCarry, Array, tuple[()]]:
+    ) -> tuple[normalization.ActorCarry, Array, tuple[()]]:
         # Networks take [T, B, ...]: here T = 1.
         now = jax.tree.map(lambda x: x[None], timestep.observation)
         observation = normalization.normalize_observation(weights.stats, now)
@@ -149,7 +139,7 @@ def _make_functions(spec: Spec, settings: Settings, config: Config, network: Pol
             noise = jax.vmap(lambda key: jax.random.normal(key, action.shape[1:]))(keys)
             action = jnp.clip(action + config.noise * noise, -1, 1)
         total = normalization.add_reward(settings, carry.total, timestep)
-        return ActorCarry(total), action, ()
+        return normalization.ActorCarry(total), action, ()
 
     return init, carry, act
 

@@ -63,6 +63,7 @@ class Config(QLearningConfig):
 
     name: ClassVar[str] = "dqn"
     off_policy: ClassVar[bool] = True
+    in_environment: ClassVar[bool] = False
     fixed: ClassVar[tuple[str, ...]] = (*replay.FIXED, "dqn.n_step", "dqn.dueling")
 
     def __post_init__(self):

@@ -40,6 +40,16 @@ class Moments(struct.PyTreeNode):
     variance: ArrayTree
 
 
+class ActorCarry(struct.PyTreeNode):
+    """What an actor without memory carries from step to step.
+
+    Attributes:
+      total: ``[B]``, discounted sum of past rewards, ``()`` unless rewards are normalised.
+    """
+
+    total: Any
+
+
 def init(shapes: ArrayTree) -> Moments:
     """Moments of arrays of these shapes before the first batch: mean 0 and variance 1."""
     mean, variance = (

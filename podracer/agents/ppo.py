@@ -61,6 +61,7 @@ class Config:
     target_kl: float = 0.0
 
     off_policy: ClassVar[bool] = False
+    in_environment: ClassVar[bool] = False
     fixed: ClassVar[tuple[str, ...]] = ("ppo.objective",)
 
     @property

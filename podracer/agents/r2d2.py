@@ -17,6 +17,7 @@ from flax import struct
 from podracer.agents import normalization, q_learning, returns, target_network
 from podracer.agents.q_learning import QLearningConfig
 from podracer.agents.settings import Settings, make_replay, replay_gradient_steps
+from podracer.agents.value_scale import rescale, unscale
 from podracer.errors import ConfigError
 from podracer.learning import replay
 from podracer.learning.ring import Item, Kept, Window
@@ -75,6 +76,7 @@ class Config(QLearningConfig):
 
     name: ClassVar[str] = "r2d2"
     off_policy: ClassVar[bool] = True
+    in_environment: ClassVar[bool] = False
     fixed: ClassVar[tuple[str, ...]] = (
         *replay.FIXED,
         "r2d2.dueling",
@@ -127,19 +129,6 @@ class Batch(struct.PyTreeNode):
     inputs: Array
     memory: Carry
     importance: Array
-
-
-def rescale(x: Array) -> Array:
-    """h(x) of https://arxiv.org/abs/1805.11593, proposition A.2, with epsilon = 1/1000."""
-    return jnp.sign(x) * (jnp.sqrt(jnp.abs(x) + 1) - 1) + 1e-3 * x
-
-
-def unscale(x: Array) -> Array:
-    """The inverse of ``rescale``."""
-    shifted = jnp.abs(x) + 1 + 1e-3
-    # (sqrt(1 + 4e-3 s) - 1) / 2e-3 without the difference of two numbers that are almost the same.
-    root = 2 * shifted / (jnp.sqrt(1 + 4e-3 * shifted) + 1)
-    return jnp.sign(x) * (root**2 - 1)
 
 
 def targets(

@@ -52,6 +52,7 @@ class Config:
     normalize_advantages: bool = False
 
     off_policy: ClassVar[bool] = True
+    in_environment: ClassVar[bool] = False
     fixed: ClassVar[tuple[str, ...]] = ()
 
     def gradient_steps(self, settings: Settings) -> GradientSteps:

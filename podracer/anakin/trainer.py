@@ -8,7 +8,6 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from podracer import config as config_lib
-from podracer import envs
 from podracer.anakin.program import AnakinProgram, AnakinState, make_program
 from podracer.config import Config
 from podracer.distributed import mesh as mesh_lib
@@ -84,9 +83,7 @@ def prepare(config: Config, joined: Processes | None = None) -> AnakinProgram:
     )
     if devices[0].platform == "cpu":
         malloc.keep_freed_memory()
-    env = envs.make_environment(
-        config.env, config.env_kwargs, config.env_params, observed=config.observed
-    )
+    env = builder.make_environment(config)
     sizes = config_lib.sizes(config, len(devices))
     program = make_program(config, env, sizes, mesh_lib.make_mesh(devices))
     # Tracing finds shapes that don't fit each other, without compiling.

@@ -13,10 +13,12 @@ from podracer.envs import (
     gymnax,
     jumanji,
     navix,
+    pgx,
     playground,
     xminigrid,
 )
 from podracer.envs.partial import observe_components
+from podracer.envs.simulator import show_state
 from podracer.errors import ConfigError, unknown
 from podracer.types import Environment, HostEnvironment
 
@@ -27,6 +29,7 @@ SUITES: dict[str, Callable[..., Environment]] = {
     "craftax": craftax.make,
     "jumanji": jumanji.make,
     "navix": navix.make,
+    "pgx": pgx.make,
     "playground": playground.make,
     "xminigrid": xminigrid.make,
     "dummy": dummy.make,
@@ -60,6 +63,7 @@ def make_environment(
     params: Mapping[str, Any],
     *,
     observed: Sequence[int] = (),
+    model: bool = False,
 ) -> Environment:
     """Makes an environment written in JAX.
 
@@ -68,20 +72,28 @@ def make_environment(
       kwargs: keyword arguments of its constructor.
       params: values of its parameters; those left out keep their defaults.
       observed: the components of observations that agents see; () is all.
+      model: whether observations hold the environment's state as well, see ``Spec.model``.
 
     Raises:
       ConfigError: no such environment, argument, parameter or component.
     """
+    env = observe_components(_make_environment(env_id, kwargs, params), observed, env_id)
+    return show_state(env) if model else env
+
+
+def _make_environment(
+    env_id: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]
+) -> Environment:
     suite, name = _split(env_id, "'gymnax:CartPole-v1', 'dummy:counting' or 'my_module:MyEnv'")
     if suite in SUITES:
-        return observe_components(SUITES[suite](name, kwargs, params), observed, env_id)
+        return SUITES[suite](name, kwargs, params)
     if suite in HOST_SUITES:
         raise ConfigError(
             f"env={env_id!r} is a host environment; train on it with python -m podracer.sebulba"
         )
     if importlib.util.find_spec(suite.partition(".")[0]) is None:
         raise unknown("environment suite, and no module has that name:", suite, SUITES)
-    return observe_components(gymnax.load(env_id, kwargs, params), observed, env_id)
+    return gymnax.load(env_id, kwargs, params)
 
 
 def make_host_environment(

@@ -1,5 +1,7 @@
 """Action masks: the part of an observation that says which actions are legal.
 
+The state of the environment, which observations may hold for a search, is not for networks, either.
+
 Networks apply them. The logit or value of an illegal action is ``ILLEGAL``, so that agents neither
 sample such an action nor find it the best one, and need not know of masks.
 """
@@ -10,18 +12,20 @@ import jax
 import jax.numpy as jnp
 
 from podracer.errors import ConfigError
-from podracer.types import ACTION_MASK, Array, ArrayTree, Discrete, Spec
+from podracer.types import ACTION_MASK, MODEL_STATE, Array, ArrayTree, Discrete, Spec
 
 # So low that the probability is exactly 0, and finite, so that entropies and gradients are, too.
 ILLEGAL = -1e9
 
 
 def split(observation: ArrayTree) -> tuple[ArrayTree, Any]:
-    """An observation (or its shapes) without its action mask, and the mask; None if it has none."""
-    if not isinstance(observation, dict) or ACTION_MASK not in observation:
+    """What networks see of an observation (or of its shapes), and the action mask; None if there
+    is none."""
+    if not isinstance(observation, dict):
         return observation, None
-    others = {key: x for key, x in observation.items() if key != ACTION_MASK}
-    return others, observation[ACTION_MASK]
+    hidden = (ACTION_MASK, MODEL_STATE)
+    seen = {key: x for key, x in observation.items() if key not in hidden}
+    return seen, observation.get(ACTION_MASK)
 
 
 def legal(observation: ArrayTree) -> Array | None:
@@ -64,7 +68,8 @@ def check(spec: Spec) -> None:
             f"observes {spec.observation}"
         )
     for path, leaf in jax.tree.leaves_with_path(spec.observation):
-        if not path or getattr(path[-1], "key", None) != ACTION_MASK:
+        keys = [getattr(key, "key", None) for key in path]
+        if ACTION_MASK not in keys[-1:] or keys[0] == MODEL_STATE:
             continue
         name = f"the observation{jax.tree_util.keystr(path)} of this environment"
         if len(path) > 1:

@@ -16,6 +16,7 @@ from podracer.errors import ConfigError, unknown
 from podracer.plan.chips import Slice
 from podracer.sebulba import program as sebulba_program
 from podracer.sebulba.setup import make_setup
+from podracer.training import builder
 from podracer.types import Environment, HostEnvironment
 
 ARCHITECTURES = ("anakin", "sebulba")
@@ -126,9 +127,9 @@ def resolve_architecture(config: Config, arch: str) -> str:
 
 def make_env(config: Config, arch: str) -> Environment | HostEnvironment:
     """The environment of a run; one is enough for any number of plans."""
-    settings = (config.env, config.env_kwargs, config.env_params)
     if arch == "anakin":
-        return envs.make_environment(*settings, observed=config.observed)
+        return builder.make_environment(config)
+    settings = (config.env, config.env_kwargs, config.env_params)
     newest = config.sebulba.newest_frame
     return envs.make_host_environment(*settings, observed=config.observed, newest_frame=newest)
 

@@ -264,14 +264,29 @@ class Checkpoints:
             self._manager.close()
 
 
+def list_updates(workdir: epath.PathLike) -> list[int]:
+    """The checkpoints of a run, each by the number of updates that made it, in their order.
+
+    Raises:
+      ConfigError: there are none.
+      TransientError: they can't be read at present.
+    """
+    folder = bucket.resolve(workdir) / FOLDER
+    what = f"the checkpoints of {str(workdir)!r} can't be read"
+    steps = retry.call(what, lambda: files.list_steps(folder))
+    if not steps:
+        raise ConfigError(f"{str(workdir)!r} holds no checkpoints")
+    return steps[::-1]
+
+
 def load_weights(
-    workdir: epath.PathLike, which: str, like: Weights, processes: Processes | None = None
+    workdir: epath.PathLike, which: str | int, like: Weights, processes: Processes | None = None
 ) -> tuple[Weights, int]:
     """The weights of a run.
 
     Args:
       workdir: workdir of the run.
-      which: "last", or "best" according to the run's evaluations.
+      which: "last", or "best" according to the run's evaluations, or a number of ``list_updates``.
       like: arrays or shapes of the expected weights.
       processes: the processes that load the weights together; None if this one is alone.
 
@@ -283,7 +298,7 @@ def load_weights(
       ConfigError: there are no weights, they have other shapes, or they are damaged.
       TransientError: they can't be read at present.
     """
-    if which not in WHICH:
+    if isinstance(which, str) and which not in WHICH:
         raise unknown("choice of weights", which, WHICH)
     # Orbax reads from absolute paths only.
     folder = bucket.resolve(workdir) / FOLDER
@@ -294,7 +309,8 @@ def load_weights(
             lambda: retry.call(what, lambda: _choose(folder, which))
         )
         if step is None:
-            raise ConfigError(f"{str(workdir)!r} holds no checkpoints")
+            what = f"checkpoint {which}" if isinstance(which, int) else "checkpoints"
+            raise ConfigError(f"{str(workdir)!r} holds no {what}")
         shapes = _placed_shapes(like)
         found = retry.call(what, lambda: files.read_weights(folder, step, shapes))
     except files.ShapeError as error:
@@ -304,9 +320,11 @@ def load_weights(
     except Exception as error:
         if retry.fault(error) is not Fault.DAMAGED:
             raise
+        name, advice = "a checkpoint", "resuming that run replaces it"
+        if isinstance(which, int):
+            name, advice = f"checkpoint {which}", "move it away to go on without it"
         raise ConfigError(
-            f"a checkpoint of {str(workdir)!r} is damaged: {retry.reason(error)}; resuming that "
-            "run replaces it"
+            f"{name} of {str(workdir)!r} is damaged: {retry.reason(error)}; {advice}"
         ) from error
     return jax.tree_util.tree_map_with_path(lambda path, _: found[path_name(path)], like), step
 
@@ -320,10 +338,12 @@ def _placed_shapes(like: Weights) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def _choose(folder: epath.Path, which: str) -> int | None:
-    """The newest checkpoint, or the newest of those with the highest score; None if there is no
-    checkpoint."""
+def _choose(folder: epath.Path, which: str | int) -> int | None:
+    """The newest checkpoint, the newest of those with the highest score, or the one of a number;
+    None if there is no such checkpoint."""
     steps = files.list_steps(folder)
+    if isinstance(which, int):
+        return which if which in steps else None
     if which == "last":
         return max(steps, default=None)
     return max(steps, key=lambda step: (files.read_score(folder, step), step), default=None)

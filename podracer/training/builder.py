@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from podracer import envs
 from podracer.acting.policy import Policy
 from podracer.agents import AGENTS
 from podracer.config import Config, Sizes
@@ -52,6 +53,17 @@ class Components(NamedTuple):
     agent: Agent
     optimizer: optax.GradientTransformation
     update: Update
+
+
+def make_environment(config: Config) -> Environment:
+    """The environment, written in JAX, that a config names, as its agent observes it."""
+    return envs.make_environment(
+        config.env,
+        config.env_kwargs,
+        config.env_params,
+        observed=config.observed,
+        model=config.agent_config.in_environment,
+    )
 
 
 def make_agent(config: Config, spec: Spec) -> Agent:

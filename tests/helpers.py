@@ -1,5 +1,7 @@
 """Functions that several tests build runs with."""
 
+import functools
+import operator
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -8,10 +10,10 @@ import jax
 import numpy as np
 
 from podracer import config as config_lib
-from podracer import envs
 from podracer.anakin.program import AnakinProgram, AnakinState, make_program
 from podracer.config import Config, Sizes
 from podracer.distributed import mesh as mesh_lib
+from podracer.training import builder
 from podracer.types import ENVS_AXIS, Trajectory
 from podracer.xla_cpu import prng
 
@@ -22,7 +24,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 def make_config(**changes: Any) -> Config:
     """A small config that compiles quickly: one gradient step per update.
 
-    A double underscore separates the section from its key, as in ``network__core="gru"``.
+    A double underscore separates a section from its keys, as in ``network__core="gru"``.
     """
     config = config_lib.default_config()
     config.num_envs, config.unroll_length, config.total_steps = 8, 8, 10_000
@@ -31,17 +33,22 @@ def make_config(**changes: Any) -> Config:
     config.updates_per_call, config.evaluation.episodes = 1, 8
     with config.unlocked():
         for key, value in changes.items():
-            section, _, name = key.rpartition("__")
-            (config[section] if section else config)[name] = value
+            *sections, name = key.split("__")
+            functools.reduce(operator.getitem, sections, config)[name] = value
     return config_lib.parse(config)
 
 
-def make_run(config: Config, num_devices: int = 1) -> tuple[AnakinProgram, Sizes, AnakinState, Any]:
-    """Program, sizes, initial state and jitted step of a config on ``num_devices`` devices."""
-    env = envs.make_environment(config.env, config.env_kwargs, config.env_params)
+def make_anakin(config: Config, num_devices: int = 1) -> tuple[AnakinProgram, Sizes]:
+    """Program and sizes of a config on ``num_devices`` devices."""
+    env = builder.make_environment(config)
     sizes = config_lib.sizes(config, num_devices)
     mesh = mesh_lib.make_mesh(jax.devices()[:num_devices])
-    program = make_program(config, env, sizes, mesh)
+    return make_program(config, env, sizes, mesh), sizes
+
+
+def make_run(config: Config, num_devices: int = 1) -> tuple[AnakinProgram, Sizes, AnakinState, Any]:
+    """The same, and the initial state and jitted step."""
+    program, sizes = make_anakin(config, num_devices)
     state = program.init(prng.key(config.seed))
     # Not donated: tests use states again.
     return program, sizes, state, jax.jit(program.step)

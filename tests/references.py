@@ -144,3 +144,31 @@ def n_step(stream: Stream, values: np.ndarray, n: int, discount: float):
             target[t, b] += discount ** (last + 1 - i) * bootstrap
             valid[t, b] = 1
     return target, valid
+
+
+def model_targets(
+    stream: Stream, values: np.ndarray, unroll: int, n: int, discount: float
+) -> dict[str, np.ndarray]:
+    """MuZero's targets for a model that is unrolled from the first observation of each environment,
+    ``[unroll + 1, B]``, and where there are any.
+
+    An episode's moves are followed until the model has to predict what the stream does not show.
+    """
+    batch = values.shape[1]
+    names = ("value", "reward", "policy_weight", "value_weight", "reward_weight")
+    out = {name: np.zeros((unroll + 1, batch)) for name in names}
+    returns, _ = n_step(stream, values, n, discount)
+    for b, index, rewards, discounts, leads in stream.episodes:
+        if not index or index[0] != 0:
+            continue
+        moves = [i for i, lead in zip(index, leads, strict=True) if lead is not None]
+        ended = len(moves) == len(index) and discounts[-1] == 0
+        for k in range(unroll + 1):
+            if k < len(moves):
+                out["value"][k, b] = returns[k, b]
+                out["reward"][k, b] = rewards[k]
+                out["policy_weight"][k, b] = 1
+            # After the end, rewards and values of 0 are learned.
+            known = k < len(moves) or ended
+            out["value_weight"][k, b] = out["reward_weight"][k, b] = known
+    return out

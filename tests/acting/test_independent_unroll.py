@@ -16,7 +16,7 @@ ENVS, LENGTH, UNROLLS = 4, 6, 3
 UNUSED = np.iinfo(np.int32).max
 
 
-@pytest.mark.parametrize("agent", ["vtrace", "r2d2"])
+@pytest.mark.parametrize("agent", [pytest.param("vtrace", marks=pytest.mark.slow), "r2d2"])
 def test_unrolls_are_those_of_a_batch_whatever_the_order_of_arrivals(agent):
     config = make_config(
         agent=agent, env="dummy:counting", network__core="gru", normalize_rewards=True

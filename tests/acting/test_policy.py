@@ -21,7 +21,7 @@ from tests.helpers import make_config
 def make_agent(config, env):
     """The config's agent, and weights with which actions differ between observations."""
     agent = builder.make_agent(config, env.spec)
-    weights = agent.init(jax.random.key(config.seed))
+    weights = jax.jit(agent.init)(jax.random.key(config.seed))
     # A policy's last layer begins near zero and without bias: continuous actions would be tiny.
     policy = jax.tree.map(lambda x: 400 * x, weights.params["policy"])
     weights = weights.replace(params={**weights.params, "policy": policy})
@@ -97,7 +97,7 @@ def test_sampled_actions_follow_the_seed():
     config = make_config(env="dummy:one")
     env = envs.make_environment(config.env, config.env_kwargs, config.env_params)
     agent = builder.make_agent(config, env.spec)
-    weights = agent.init(jax.random.key(0))
+    weights = jax.jit(agent.init)(jax.random.key(0))
 
     def play(seed):
         policy = Policy(agent, weights, env, greedy=False, seed=seed)
@@ -172,7 +172,7 @@ def test_a_policy_takes_no_illegal_action(agent):
     config = make_config(env="dummy:masked", agent=agent, dqn__evaluation_epsilon=1.0)
     env = envs.make_environment(config.env, {}, {})
     made = builder.make_agent(config, env.spec)
-    weights = made.init(jax.random.key(0))
+    weights = jax.jit(made.init)(jax.random.key(0))
     rng, taken = np.random.default_rng(0), set()
     for greedy in (True, False):
         policy = Policy(made, weights, env, greedy=greedy)

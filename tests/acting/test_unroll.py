@@ -1,5 +1,7 @@
 """Unrolls in environments written in JAX: what a learner is given."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,13 +50,11 @@ def test_counting_environment_counts_across_unrolls(next_step, truncate):
 def test_unrolls_of_whole_episodes_begin_with_new_ones():
     config = make_config(env="dummy:counting", num_envs=4, unroll_length=16, whole_episodes=True)
     program, _, state, step = make_run(config)
-    starts = []
+    act = partial(unroll.unroll, program.env, program.agent, length=16, whole_episodes=True)
+    act, starts = jax.jit(act), []
     for _ in range(2):
         key = jax.random.fold_in(state.key, state.train.step)
-        _, trajectory, _ = unroll.unroll(
-            program.env, program.agent, state.train.weights, state.rollout, key, 16,
-            whole_episodes=True,
-        )  # fmt: skip
+        _, trajectory, _ = act(state.train.weights, state.rollout, key)
         assert trajectory.timestep.first[0].all()
         np.testing.assert_array_equal(trajectory.timestep.observation[0, :, 0], 0)
         starts.append(np.asarray(trajectory.timestep.observation[0, :, 1]))

@@ -1,6 +1,7 @@
 """One battery for every agent: probes with known values, for its action spaces and cores."""
 
 import itertools
+from collections.abc import Collection
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,9 +11,12 @@ import pytest
 
 from podracer.acting import unroll
 from podracer.agents import AGENTS
-from podracer.nets import actor_critic, policy_critic
+from podracer.agents.search import Planner
+from podracer.agents.value_scale import Support
+from podracer.nets import actor_critic, masks, policy_critic
+from podracer.nets.model import make_model
 from podracer.types import ACTION_MASK
-from tests.helpers import make_config, make_run
+from tests.helpers import make_anakin, make_config, make_run
 
 GAMMA = 0.9
 # The value V(x) of observation x, and the best return of an episode.
@@ -59,6 +63,14 @@ def expected_values(config, program, state):
     return (jax.nn.softmax(logits) * atoms).sum(-1)
 
 
+def model_values(config, program, state):
+    """Values by the network of a model, without a search."""
+    own, params = config.muzero, state.train.weights.params
+    model = make_model(program.env.spec, config.network, own.model, own.atoms)
+    planner = Planner(own.search, model, Support(own.largest_value, own.atoms), config.discount)
+    return planner.predict(params, state.rollout.timestep.observation)[2]
+
+
 class Row(NamedTuple):
     """What an agent is tested with.
 
@@ -103,8 +115,29 @@ D4PG = {
     "d4pg__policy_hidden": (32,),
     "d4pg__critic_hidden": (32,),
 }
+MUZERO = {
+    **REPLAY,
+    "replay__gradient_steps": 8,
+    "muzero__unroll": 2,
+    "muzero__n_step": 2,
+    "muzero__largest_value": 3.0,
+    "muzero__atoms": 21,
+    "muzero__search__simulations": 4,
+    "muzero__search__least_range": 1.0,
+    "muzero__search__prior_exponent": 0.5,
+    "muzero__model__size": 16,
+    "muzero__model__hidden": (32,),
+}
+ALPHAZERO = {
+    "num_minibatches": 2,
+    "num_epochs": 2,
+    "network__shared": False,
+    "alphazero__search__simulations": 4,
+}
 ROWS = {
+    "alphazero": Row((False,), ("none",), ALPHAZERO, critic_values),
     "d4pg": Row((True,), ("none",), D4PG, expected_values),
+    "muzero": Row((False,), ("none",), MUZERO, model_values),
     "ppo": ACTOR_CRITIC,
     "vtrace": ACTOR_CRITIC,
     "dqn": Row((False,), ("none",), DQN, best_values),
@@ -118,7 +151,14 @@ VARIANTS = [
     for variant in itertools.product(row.continuous, row.cores)
 ]
 FIRST = [(agent, row.continuous[0], row.cores[0]) for agent, row in ROWS.items()]
-FEW = [v if v in FIRST else pytest.param(*v, marks=SLOW) for v in VARIANTS]
+# By default PPO learns values, and the others actions; MuZero takes longest to compile.
+VALUES_FIRST = ("ppo",)
+ACTIONS_FIRST = ("alphazero", "d4pg", "r2d2", "vtrace")
+
+
+def few(variants: list[Any], agents: Collection[str]) -> list[Any]:
+    """The variants, of which all but the first of these agents are slow."""
+    return [v if v in FIRST and v[0] in agents else pytest.param(*v, marks=SLOW) for v in variants]
 
 
 def test_every_agent_has_a_row():
@@ -156,20 +196,21 @@ def make_probe(probe: str, agent: str, **changes: Any):
     return make_config(env=f"dummy:{probe}", agent=agent, **{**settings, **changes})
 
 
-@pytest.mark.parametrize(("agent", "continuous", "core"), FEW)
+@pytest.mark.parametrize(("agent", "continuous", "core"), few(VARIANTS, VALUES_FIRST))
 @pytest.mark.parametrize(
     "probe", [*(pytest.param(p, marks=SLOW) for p in ("one", "sign")), "delayed"]
 )
 def test_values_are_learned(probe, agent, continuous, core):
     config, program, state = train(probe, agent, continuous, core, calls=2)
-    expected = VALUES[probe](np.asarray(state.rollout.timestep.observation[:, 0]))
+    (observation,) = jax.tree.leaves(masks.split(state.rollout.timestep.observation)[0])
+    expected = VALUES[probe](np.asarray(observation[:, 0]))
     value = ROWS[agent].values(config, program, state)
     np.testing.assert_allclose(value, expected, atol=0.1)
     if probe != "one":
         assert len(np.unique(expected)) == 2
 
 
-@pytest.mark.parametrize(("agent", "continuous", "core"), FEW)
+@pytest.mark.parametrize(("agent", "continuous", "core"), few(VARIANTS, ACTIONS_FIRST))
 def test_actions_are_learned(agent, continuous, core):
     _, program, state = train("choice", agent, continuous, core, calls=2)
     assert float(program.evaluate(state).ret.mean()) > 0.95
@@ -196,7 +237,7 @@ DISCRETE = [agent for agent, row in ROWS.items() if False in row.continuous]
     ("probe", "torso", "agent"),
     [
         *(
-            pytest.param("masked", "mlp", agent, marks=[SLOW] * (agent not in ("ppo", "dqn")))
+            pytest.param("masked", "mlp", agent, marks=[SLOW] * (agent != "dqn"))
             for agent in DISCRETE
         ),
         *(pytest.param("parts", "minatar", agent, marks=SLOW) for agent in DISCRETE),
@@ -213,19 +254,21 @@ def test_dictionaries_and_masks_are_understood(probe, torso, agent):
     assert all(np.abs(x).max() < 100 for x in metrics.learner.losses.values())
 
 
-@pytest.mark.parametrize("agent", DISCRETE)
+@pytest.mark.parametrize(
+    "agent", [pytest.param(x, marks=[SLOW] * (x in ("alphazero", "muzero"))) for x in DISCRETE]
+)
 def test_no_agent_takes_an_illegal_action(agent):
     """Not untrained, nor while environments are staggered, nor in any evaluation."""
+    program, _, state, _ = make_run(make_probe("masked", agent, stagger=12))
+    act = partial(unroll.unroll, program.env, program.agent, length=50)
+    _, trajectory, _ = jax.jit(act)(state.train.weights, state.rollout, state.key)
+    mask = np.asarray(trajectory.timestep.observation[ACTION_MASK][:-1])
+    action = np.asarray(trajectory.action)
+    assert np.take_along_axis(mask, action[..., None], -1).all()
+    # All actions are tried, and an illegal one would cost 100.
+    assert len(np.unique(action[mask.sum(-1) > 1])) == 4
+    assert float(state.rollout.episode.ret.min()) >= 0
+    assert len(np.unique(state.rollout.episode.length)) > 1
     for greedy in (True, False):
         config = make_probe("masked", agent, stagger=12, evaluation__greedy=greedy)
-        program, _, state, _ = make_run(config)
-        act = partial(unroll.unroll, program.env, program.agent, length=50)
-        _, trajectory, _ = jax.jit(act)(state.train.weights, state.rollout, state.key)
-        mask = np.asarray(trajectory.timestep.observation[ACTION_MASK][:-1])
-        action = np.asarray(trajectory.action)
-        assert np.take_along_axis(mask, action[..., None], -1).all()
-        # All actions are tried, and an illegal one would cost 100.
-        assert len(np.unique(action[mask.sum(-1) > 1])) == 4
-        assert float(state.rollout.episode.ret.min()) >= 0
-        assert len(np.unique(state.rollout.episode.length)) > 1
-        assert float(program.evaluate(state).ret.min()) >= 0
+        assert float(make_anakin(config)[0].evaluate(state).ret.min()) >= 0

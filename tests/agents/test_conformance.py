@@ -66,7 +66,7 @@ def test_an_update_of_vtrace_is_that_of_rlax_and_optax(name):
     optimizer = make_optimizer(config.optimization, agent)
     schedule = make_schedule(config.optimization, 1, T * B)
     update = make_update(agent, optimizer, schedule=schedule, devices=Devices())
-    weights = agent.init(jax.random.key(0))
+    weights = jax.jit(agent.init)(jax.random.key(0))
     start = TrainState(weights, (), optimizer.init(weights.params), jnp.int32(0))
     trajectory = experience(agent.carry(jnp.arange(B)))
     ours, _, _ = jax.jit(update)(start, (), trajectory, jax.random.key(1))
@@ -78,10 +78,15 @@ def test_an_update_of_vtrace_is_that_of_rlax_and_optax(name):
     }[name]
     chain = optax.chain(optax.clip_by_global_norm(0.1), rule, optax.scale(-0.01))
     params, state = weights.params, chain.init(weights.params)
-    gradient = jax.jit(jax.grad(lambda p: vtrace_loss(network, trajectory, p)))
+
+    @jax.jit
+    def reference(params, state):
+        gradient = jax.grad(lambda p: vtrace_loss(network, trajectory, p))(params)
+        updates, state = chain.update(gradient, state)
+        return optax.apply_updates(params, updates), state
+
     for _ in range(epochs):
-        updates, state = chain.update(gradient(params), state)
-        params = optax.apply_updates(params, updates)
+        params, state = reference(params, state)
     for a, b, before in zip(*map(jax.tree.leaves, (ours.weights.params, params, weights.params)),
                             strict=True):  # fmt: skip
         assert np.abs(a - before).max() > 1e-3
@@ -260,8 +265,9 @@ def test_an_update_of_an_agent_with_replay_is_that_of_rlax_and_optax(name):
     update = make_update(
         agent, optimizer, schedule=make_schedule(config.optimization, 1, B), devices=Devices()
     )
-    weights = agent.init(jax.random.key(0))
-    before, old = weights.params, agent.init(jax.random.key(1)).params
+    init = jax.jit(agent.init)
+    weights = init(jax.random.key(0))
+    before, old = weights.params, init(jax.random.key(1)).params
     start = TrainState(weights, old, optimizer.init(before), jnp.int32(0))
     ours, _, _ = jax.jit(update)(start, (), None, jax.random.key(1))
 
@@ -269,11 +275,16 @@ def test_an_update_of_an_agent_with_replay_is_that_of_rlax_and_optax(name):
     chain = optax.chain(
         optax.clip_by_global_norm(clip) if clip else optax.identity(), optax.adam(0.01, eps=1e-3)
     )
+
+    @jax.jit
+    def reference(params, target, state, i):
+        batch = jax.tree.map(lambda x: x[i], batches)
+        updates, state = chain.update(gradient(params, target, batch), state)
+        return optax.apply_updates(params, updates), state
+
     params, target, state = before, old, chain.init(before)
     for i in range(STEPS):
-        batch = jax.tree.map(lambda x, i=i: x[i], batches)
-        updates, state = chain.update(jax.jit(gradient)(params, target, batch), state)
-        params = optax.apply_updates(params, updates)
+        params, state = reference(params, target, state, i)
         target = params if i + 1 == PERIOD else target
     # rlax's inverse of the rescaling subtracts numbers that are almost the same.
     tolerance = 2e-5 if name == "r2d2" else 3e-6

@@ -34,7 +34,7 @@ def make(spec=VECTOR, seed=0, **changes):
     agent = d4pg.make(spec, config.settings, config.agent_config, Devices())
     critics = config.agent_config.critics
     network = make_policy_critic(spec, config.network, critics=critics, atoms=ATOMS, **SMALL)
-    return agent, network, agent.init(jax.random.key(seed)), config.settings
+    return agent, network, jax.jit(agent.init)(jax.random.key(seed)), config.settings
 
 
 def spread(params, scale=30.0):
@@ -92,15 +92,20 @@ def test_the_loss_is_the_paper_s_at_ends_of_all_kinds(critics, next_step):
     importance = rng.uniform(0.5, 1, (15 - N_STEP) * 6).astype(np.float32)
     window = windows(stream, action, importance)
     item = transitions.make_item(settings, Devices(), N_STEP)
-    loss, aux = agent.loss(params, train_state, item.read(train_state, window), None)
+    read = item.read(train_state, window)
+    loss, aux = jax.jit(agent.loss)(params, train_state, read, None)
 
-    def outputs(params, action=None):
-        """Probabilities ``[critics, T, B, atoms]`` of all observations and actions."""
+    @jax.jit
+    def logits(params, action=None):
         features = network.features(params, jnp.asarray(observation))
         action = network.policy(params, features) if action is None else action
-        return softmax(np.asarray(network.critic(params, features, action), np.float64))
+        return network.critic(params, features, action)
 
-    later, best, now = outputs(target), outputs(params), outputs(params, action)
+    # Probabilities ``[critics, T, B, atoms]`` of all observations and actions.
+    later, best, now = (
+        softmax(np.asarray(x, np.float64))
+        for x in (logits(target), logits(params), logits(params, action))
+    )
     # The return is linear in the value to bootstrap from: this yields its factor and its place.
     zeros, index = np.zeros(observation.shape[:2]), np.arange(15.0)[:, None] + np.zeros((1, 6))
     reward, valid = references.n_step(stream, zeros, N_STEP, GAMMA)

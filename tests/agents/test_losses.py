@@ -1,7 +1,5 @@
 """The losses of PPO and V-trace against the papers' formulas in plain numpy, item by item."""
 
-import types
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +9,7 @@ from podracer import envs
 from podracer.agents import AGENTS, actor_critic, kl_penalty, ppo, returns, surrogate, transitions
 from podracer.nets import actor_critic as nets
 from podracer.nets.q_network import make_q_network
-from podracer.types import ACTION_MASK, Devices, TimeStep
+from podracer.types import ACTION_MASK, Devices, TimeStep, TrainState
 from tests import references
 from tests.helpers import make_config
 
@@ -28,7 +26,7 @@ def make(agent, **changes):
     env = envs.make_environment("dummy:sign", {}, {})
     network = nets.make_network(env.spec, config.network)
     made = AGENTS[agent].make(env.spec, config.settings, config.agent_config, Devices())
-    return made, network, made.init(jax.random.key(0)).params
+    return made, network, jax.jit(made.init)(jax.random.key(0)).params
 
 
 def random_items(rng):
@@ -60,7 +58,9 @@ def ppo_batch(x):
 def test_ppo_is_equation_seven_with_value_and_entropy(value_clip):
     agent, network, params = make("ppo", ppo__value_clip=value_clip, ppo__clip=0.2)
     x = random_items(np.random.default_rng(0))
-    _, logits, value = network.apply(params, (), x["observation"][None], np.zeros((1, ITEMS), bool))
+    _, logits, value = jax.jit(network.apply)(
+        params, (), x["observation"][None], np.zeros((1, ITEMS), bool)
+    )
     p, value = softmax(np.asarray(logits[0])), np.asarray(value[0])
 
     policy = values = entropy = 0.0
@@ -81,7 +81,7 @@ def test_ppo_is_equation_seven_with_value_and_entropy(value_clip):
         entropy -= (p[i] * np.log(p[i])).sum()
     total = (policy + 0.7 * values - 0.03 * entropy) / ITEMS
 
-    loss, aux = agent.loss(params, None, ppo_batch(x), None)
+    loss, aux = jax.jit(agent.loss)(params, None, ppo_batch(x), None)
     np.testing.assert_allclose(loss, total, rtol=1e-4)
     np.testing.assert_allclose(aux.metrics["policy"], policy / ITEMS, rtol=1e-3, atol=1e-6)
     np.testing.assert_allclose(aux.metrics["value"], values / ITEMS, rtol=1e-4)
@@ -94,12 +94,15 @@ def test_the_kl_penalty_is_equation_eight_with_batch_ppo_s_cutoff(target_kl):
     penalty = {"ppo__objective": "kl_penalty", "ppo__target_kl": target_kl, "num_epochs": 2}
     agent, network, params = make("ppo", **penalty)
     x = random_items(np.random.default_rng(0))
-    _, logits, _ = network.apply(params, (), x["observation"][None], np.zeros((1, ITEMS), bool))
+    _, logits, _ = jax.jit(network.apply)(
+        params, (), x["observation"][None], np.zeros((1, ITEMS), bool)
+    )
     old = np.random.default_rng(1).normal(size=(ITEMS, 2)).astype(np.float32)
     new, before = softmax(np.asarray(logits[0])), softmax(old)
     carry, sample = ppo_batch(x)
     batch = (carry, sample.replace(old_policy=jnp.asarray(old)[:, None]))
-    state = types.SimpleNamespace(target=kl_penalty.Penalty(jnp.float32(0.7), jnp.float32(0)))
+    penalty = kl_penalty.Penalty(jnp.float32(0.7), jnp.float32(0))
+    state = TrainState((), penalty, (), jnp.int32(0))
 
     def policy(new):
         ratio = new[np.arange(ITEMS), x["action"]] / np.exp(x["log_prob"])
@@ -109,7 +112,7 @@ def test_the_kl_penalty_is_equation_eight_with_batch_ppo_s_cutoff(target_kl):
 
     kl, expected = policy(new)
     assert (kl > 2 * target_kl) == (target_kl == 0.01)
-    loss, aux = agent.loss(params, state, batch, None)
+    loss, aux = jax.jit(agent.loss)(params, state, batch, None)
     np.testing.assert_allclose(aux.metrics["kl"], kl, rtol=1e-4)
     np.testing.assert_allclose(aux.metrics["policy"], expected, rtol=1e-4)
     total = {k: float(aux.metrics[k]) for k in ("policy", "value", "entropy")}
@@ -120,8 +123,8 @@ def test_the_kl_penalty_is_equation_eight_with_batch_ppo_s_cutoff(target_kl):
     def shifted(shift):
         return policy(softmax(np.asarray(logits[0], np.float64) + shift))[1]
 
-    only_policy = jax.grad(lambda p: agent.loss(p, state, batch, None)[1].metrics["policy"])(params)
-    gradient = jax.tree.leaves(only_policy)
+    only_policy = jax.grad(lambda p: agent.loss(p, state, batch, None)[1].metrics["policy"])
+    gradient = jax.tree.leaves(jax.jit(only_policy)(params))
     bias = next(g for g in gradient if g.shape == (2,))
     for i, direction in enumerate(np.eye(2)):
         step = 1e-5 * direction
@@ -196,7 +199,7 @@ def test_vtrace_is_the_actor_critic_of_the_paper(clip, normalize):
     action = rng.integers(0, 2, (12, 5))
     behaviour = np.log(rng.uniform(0.2, 0.9, (12, 5))).astype(np.float32)
 
-    _, logits, values = network.apply(params, (), observation, first)
+    _, logits, values = jax.jit(network.apply)(params, (), observation, first)
     p, values = softmax(np.asarray(logits[:-1])), np.asarray(values)
     log_prob = np.log(np.take_along_axis(p, action[..., None], -1))[..., 0]
     rho = np.exp(log_prob - behaviour)
@@ -215,7 +218,7 @@ def test_vtrace_is_the_actor_critic_of_the_paper(clip, normalize):
     assert 0 < valid.mean() < 1
 
     batch = actor_critic.time_major((jax.tree.map(jnp.asarray, timestep), action, behaviour))
-    loss, aux = agent.loss(params, None, ((), batch), None)
+    loss, aux = jax.jit(agent.loss)(params, None, ((), batch), None)
     np.testing.assert_allclose(aux.metrics["policy"], policy, rtol=1e-3, atol=1e-5)
     np.testing.assert_allclose(aux.metrics["value"], value, rtol=1e-3)
     np.testing.assert_allclose(aux.metrics["entropy"], entropy, rtol=1e-4)
@@ -230,7 +233,10 @@ def test_dqn_bootstraps_from_the_best_legal_action(double, huber):
     network = make_q_network(env.spec, config.network, dueling=False)
     rng = np.random.default_rng(5)
     params, target = (
-        jax.tree.map(lambda x: x + rng.normal(size=x.shape).astype(np.float32), network.init(key))
+        jax.tree.map(
+            lambda x: np.asarray(x) + rng.normal(size=x.shape).astype(np.float32),
+            jax.jit(network.init)(key),
+        )
         for key in jax.random.split(jax.random.key(0))
     )
     mask = rng.random((2, ITEMS, 4)) < 0.5
@@ -246,9 +252,10 @@ def test_dqn_bootstraps_from_the_best_legal_action(double, huber):
         returns.NStep(reward, discount, np.ones(ITEMS, int), valid),
         importance,
     )
-    state = types.SimpleNamespace(target=target)
+    state = TrainState((), target, (), jnp.int32(0))
+    apply = jax.jit(network.apply)
     q, q_target = (
-        np.asarray(network.apply(p, (), observation, np.zeros((2, ITEMS), bool), None)[1])
+        np.asarray(apply(p, (), observation, np.zeros((2, ITEMS), bool), None)[1])
         for p in (params, target)
     )
     errors, unmasked = np.zeros(ITEMS), 0
@@ -261,7 +268,7 @@ def test_dqn_bootstraps_from_the_best_legal_action(double, huber):
     large = np.abs(errors) > (huber or np.inf)
     losses = np.where(large, huber * (np.abs(errors) - 0.5 * huber), 0.5 * errors**2)
     assert 0 < large.sum() < ITEMS or not huber
-    loss, aux = agent.loss(params, state, batch, None)
+    loss, aux = jax.jit(agent.loss)(params, state, batch, None)
     np.testing.assert_allclose(loss, (importance * losses).mean(), rtol=1e-4)
     np.testing.assert_allclose(aux.priorities, np.abs(errors), rtol=1e-3, atol=1e-4)
     assert unmasked > ITEMS / 2

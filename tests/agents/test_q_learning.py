@@ -29,8 +29,9 @@ def shares_of_random_actions(epsilon: float, carry=None, *, greedy: bool = False
     zeros = jnp.zeros(batch)
     timestep = TimeStep(jnp.ones((batch, 1)), zeros, zeros + 1, zeros.astype(bool))
     keys = jax.random.split(jax.random.key(0), batch)
-    weights = agent.init(jax.random.key(1))
-    carry, action, _ = agent.act(weights, carry, timestep, keys, greedy=greedy)
+    weights = jax.jit(agent.init)(jax.random.key(1))
+    act = jax.jit(agent.act, static_argnames="greedy")
+    carry, action, _ = act(weights, carry, timestep, keys, greedy=greedy)
     # A random action is the best one in half of all cases.
     usual = np.bincount(action).argmax()
     return 2 * (np.asarray(action) != usual).reshape(8, DRAWS).mean(1), carry

@@ -1,12 +1,14 @@
 """R2D2 against the paper's formulas in plain numpy, and what the burn-in does."""
 
+from functools import cache, partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from podracer import envs
-from podracer.agents import normalization, r2d2
+from podracer.agents import normalization, r2d2, value_scale
 from podracer.agents.q_learning import QCarry
 from podracer.errors import ConfigError
 from podracer.nets.q_network import make_q_network
@@ -26,8 +28,8 @@ def h(x):
 
 def test_rescaling_has_its_inverse():
     x = np.linspace(-300, 300, 101)
-    np.testing.assert_allclose(r2d2.rescale(x), h(x), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(r2d2.unscale(h(x)), x, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(value_scale.rescale(x), h(x), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(value_scale.unscale(h(x)), x, rtol=1e-5, atol=1e-5)
 
 
 def episodes_between(stream: references.Stream, start: int, end: int) -> references.Stream:
@@ -66,8 +68,10 @@ class Case:
         rng = np.random.default_rng(0)
         env = envs.make_environment("dummy:sign", {}, {})
         self.agent = r2d2.make(env.spec, config.settings, config.r2d2, Devices())
+        self.loss = jax.jit(self.agent.loss)
         self.network = make_q_network(env.spec, config.network, dueling=True, extra=ACTIONS + 1)
-        self.params, target = (self.network.init(jax.random.key(i)) for i in range(2))
+        init = jax.jit(self.network.init)
+        self.params, target = (init(jax.random.key(i)) for i in range(2))
         # Values of the target that differ much, so that mistakes show.
         target = jax.tree.map(lambda x: 3 * x, target)
         moments = normalization.init(jnp.float32(0)).replace(variance=reward_deviation**2)
@@ -89,7 +93,7 @@ class Case:
         self.last = rng.integers(0, ACTIONS, ITEMS)
         total = np.zeros(ITEMS, np.float32) if self.state.weights.stats["reward"] else ()
         carry = QCarry(self.memory, self.last, np.zeros(ITEMS, np.float32), total)
-        source = None
+        source, add = None, jax.jit(self.agent.source.add)
         for start in (0, UNROLL):
             part = slice(start, start + UNROLL)
             trajectory = Trajectory(
@@ -101,25 +105,30 @@ class Case:
             )
             trajectory = jax.tree.map(jnp.asarray, trajectory)
             source = self.agent.source.init(trajectory) if source is None else source
-            source, _ = self.agent.source.add(source, self.state, trajectory, None)
+            source, _ = add(source, self.state, trajectory, None)
             carry = carry.replace(memory=jax.tree.map(np.zeros_like, self.memory))
         self.source = source
-        batch, _, _ = self.agent.source.sample(source, self.state, jax.random.key(0), 0)
+        sample = jax.jit(self.agent.source.sample)
+        batch, _, _ = sample(source, self.state, jax.random.key(0), 0)
         self.batch = batch.replace(importance=jnp.asarray(rng.uniform(0.2, 1, ITEMS)))
         self.timestep = jax.tree.map(lambda x: x[: LENGTH + 1], timestep)
         self.trace = episodes_between(stream, BURN_IN, LENGTH)
+
+
+make_case = cache(Case)
 
 
 def unrolled(case: Case, params) -> np.ndarray:
     """Values ``[trace + 1, items, actions]``, step by step, from inputs as they were collected."""
     memory, values, timestep = case.memory, [], case.timestep
     actions = np.concatenate([case.last[None], case.action])
+    apply = jax.jit(case.network.apply)
     for t in range(LENGTH + 1):
         last = np.eye(ACTIONS, dtype=np.float32)[actions[t]]
         extra = np.concatenate([last, timestep.reward[t][:, None]], -1)
         extra[timestep.first[t]] = 0
         now = (timestep.observation[t], timestep.first[t], extra)
-        memory, q = case.network.apply(params, memory, *(jnp.asarray(x)[None] for x in now))
+        memory, q = apply(params, memory, *(jnp.asarray(x)[None] for x in now))
         values.append(q[0])
     return np.stack(values)[BURN_IN:]
 
@@ -131,16 +140,16 @@ def paper_priority(error, valid):
 
 @pytest.mark.parametrize("rescaled", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_loss_and_the_priorities_are_those_of_the_paper(rescaled):
-    case = Case(rescale=rescaled)
+    case = make_case(rescale=rescaled)
     scale = h if rescaled else lambda x: x
-    unscale = (lambda x: np.asarray(r2d2.unscale(x))) if rescaled else lambda x: x
+    unscale = (lambda x: np.asarray(value_scale.unscale(x))) if rescaled else lambda x: x
     q, q_target = unrolled(case, case.params), unrolled(case, case.state.target)
     bootstrap = np.take_along_axis(q_target, q.argmax(-1)[..., None], -1)[..., 0]
     target, valid = references.n_step(case.trace, unscale(bootstrap), N, DISCOUNT)
     action = case.action[BURN_IN:LENGTH, :, None]
     chosen = np.take_along_axis(q[:-1], action, -1)[..., 0]
     error = valid * (scale(target) - chosen)
-    loss, aux = case.agent.loss(case.params, case.state, case.batch, None)
+    loss, aux = case.loss(case.params, case.state, case.batch, None)
     importance = np.asarray(case.batch.importance)
     assert 0 < valid.mean() < 1
     np.testing.assert_allclose(loss, np.mean(importance * 0.5 * error**2), rtol=1e-4)
@@ -155,7 +164,7 @@ def test_the_loss_and_the_priorities_are_those_of_the_paper(rescaled):
 
 def test_first_priorities_are_of_normalised_rewards():
     """Losses and the actor's values are on that scale."""
-    case = Case(rescale=False, reward_deviation=100.0)
+    case = make_case(rescale=False, reward_deviation=100.0)
     part = slice(BURN_IN, LENGTH + 1)
     stream = case.trace._replace(
         episodes=[(b, i, [r / 100 for r in rs], *x) for b, i, rs, *x in case.trace.episodes]
@@ -167,11 +176,12 @@ def test_first_priorities_are_of_normalised_rewards():
 
 
 def test_nothing_is_learned_from_the_burn_in():
-    case = Case()
+    case = make_case()
 
     def loss(batch):
-        return case.agent.loss(case.params, case.state, batch, None)[0]
+        return case.loss(case.params, case.state, batch, None)[0]
 
+    @jax.jit
     def gradient(batch):
         floats = (batch.observation, batch.memory)
         return jax.grad(lambda x: loss(batch.replace(observation=x[0], memory=x[1])))(floats)
@@ -186,11 +196,9 @@ def test_nothing_is_learned_from_the_burn_in():
 
 
 def test_the_state_after_the_burn_in_is_that_of_the_whole_unroll():
-    case = Case()
-    values = [
-        r2d2.burn_in_and_trace(case.network, case.params, case.batch, burn_in)[-TRACE - 1 :]
-        for burn_in in (0, BURN_IN)
-    ]
+    case = make_case()
+    unroll = jax.jit(partial(r2d2.burn_in_and_trace, case.network), static_argnums=2)
+    values = [unroll(case.params, case.batch, burn_in)[-TRACE - 1 :] for burn_in in (0, BURN_IN)]
     np.testing.assert_allclose(*values, rtol=1e-5, atol=1e-6)
 
 

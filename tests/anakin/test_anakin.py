@@ -38,6 +38,17 @@ OWN = {
     "vtrace": {},
     "dqn": {**REPLAY, "dqn__target_period": 2},
     "r2d2": {**REPLAY, "r2d2__burn_in": 4, "r2d2__trace": 8, "r2d2__target_period": 2},
+    "muzero": {
+        **REPLAY,
+        "muzero__reanalyze": 0.5,
+        "muzero__target_period": 2,
+        "muzero__unroll": 2,
+        "muzero__n_step": 3,
+        "muzero__search__simulations": 4,
+        # Some gradients are nearly zero, and Adam would divide their rounding by itself.
+        "epsilon": 1e-3,
+    },
+    "alphazero": {"alphazero__search__simulations": 4, "normalize_rewards": False},
 }
 
 
@@ -65,10 +76,9 @@ def cartpole_run(agent, core, num_devices):
         num_minibatches=4,
         num_epochs=2,
         normalize_observations=True,
-        normalize_rewards=True,
         learning_rate=1e-3,
         ppo__advantage_normalization="minibatch" if core == "gru" else "batch",
-        **{"agent": agent, "updates_per_call": 2, **OWN[agent]},
+        **{"agent": agent, "normalize_rewards": True, "updates_per_call": 2, **OWN[agent]},
     )
     return make_run(config, num_devices)
 
@@ -80,6 +90,8 @@ def cartpole_run(agent, core, num_devices):
         ("dqn", "none", (8,)),
         pytest.param("r2d2", "gru", (2, 8), marks=pytest.mark.slow),
         pytest.param("kl_penalty", "none", (8,), marks=pytest.mark.slow),
+        pytest.param("muzero", "none", (8,), marks=pytest.mark.slow),
+        pytest.param("alphazero", "none", (8,), marks=pytest.mark.slow),
         # Compiling for four meshes takes long, so .ci/run does it.
         *(
             pytest.param(agent, core, (2, 4, 8), marks=pytest.mark.slow)

@@ -14,6 +14,7 @@ from podracer.errors import ConfigError
 from podracer.monitoring import dashboard
 from podracer.xla_cpu import prng
 from tests.helpers import make_config
+from tests.training.resuming import MUZERO
 
 SEEDS = 3
 
@@ -62,9 +63,16 @@ def shared_programs(monkeypatch):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, pytest.param({"agent": "vtrace", "network__core": "gru"}, marks=pytest.mark.slow)],
+    [
+        {},
+        *(
+            pytest.param(x, marks=pytest.mark.slow)
+            for x in ({"agent": "vtrace", "network__core": "gru"}, MUZERO)
+        ),
+    ],
     ids=str,
 )
+@pytest.mark.timeout(900)
 def test_each_agent_is_the_single_run_of_its_seed(changes, tmp_path, shared_programs):
     together = anakin.train(
         config(seed=7, num_seeds=SEEDS, **changes), tmp_path / "all", quiet=True

@@ -7,12 +7,14 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 from flax import nnx
 
 from podracer import config as config_lib
 
 ROOT = pathlib.Path(__file__).parents[2]
+SLOW = pytest.mark.slow
 
 
 def printed(capsys):
@@ -122,6 +124,41 @@ def test_checkpoint(load, capsys):
     assert result["bytes"] == pytest.approx(2e6, rel=0.1)
     assert all(x >= 0 for x in result["seconds"].values())
     assert {"copy", "save", "step_after_save", "background"} <= result["seconds"].keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "variants"),
+    [
+        ("planner", [], ["podracer", "plain"]),
+        pytest.param("selfplay", ["--env=pgx:tic_tac_toe"], ["podracer", "plain"], marks=SLOW),
+        pytest.param(
+            "unroll",
+            ["--env=gymnax:Breakout-MinAtar", "--state=planes", "--channels=2"],
+            ["podracer, 1", "podracer, 5", "jax, 1", "jax, 5"],
+            marks=SLOW,
+        ),
+    ],
+)
+def test_search(kind, arguments, variants, load, capsys):
+    if kind == "selfplay":
+        pytest.importorskip("pgx")
+    sizes = ["--num_envs=2", "--simulations=2", "--unroll_length=2", "--batch=2"]
+    load("search").main([kind, *arguments, *sizes, "--rounds=1", "--repeat=1"])
+    results = printed(capsys)
+    assert [result["variant"] for result in results] == variants
+    assert all(result["items_per_cpu_second"] > 0 for result in results)
+    assert all(("simulations_per_cpu_second" in result) == (kind != "unroll") for result in results)
+
+
+def test_a_plain_search_finds_what_podracers_finds(load):
+    """Without noise, so that the random keys do not matter."""
+    search = load("search")
+    arguments = search.make_parser().parse_args(["planner", "--num_envs=4", "--simulations=8"])
+    calls = search.make_planners(arguments, noise=False)
+    found, (action, policy) = calls["podracer"](), calls["plain"]()
+    np.testing.assert_array_equal(found.action, action)
+    np.testing.assert_allclose(found.policy, policy, atol=1e-5)
+    assert np.ptp(policy) > 0.01
 
 
 @pytest.mark.slow

@@ -135,8 +135,8 @@ def read_rows(workdir: pathlib.Path) -> list[dict]:
 
 
 def saved_updates(workdir: pathlib.Path) -> list[int]:
-    """The updates after which a checkpoint was saved."""
-    return sorted(int(path.name) for path in (workdir / "checkpoints").iterdir())
+    """The updates after which a checkpoint was saved. Killed processes leave parts of others."""
+    return sorted(int(x.name) for x in (workdir / "checkpoints").iterdir() if x.name.isdigit())
 
 
 def last_arrays(workdir: pathlib.Path) -> dict[str, np.ndarray]:

@@ -58,6 +58,7 @@ def test_two_processes_agree_train_and_fail_together(tmp_path):
     [
         ("anakin", "vtrace", 2, 4),
         ("anakin", "dqn", 2, 4),
+        ("anakin", "muzero", 2, 4),
         ("anakin", "ppo", 4, 8),
         ("anakin", "vtrace", 4, 8),
         # Each host has one actor and one learner.

@@ -25,6 +25,7 @@ MODULES = {
     "craftax": "craftax.craftax_env",
     "jumanji": "jumanji",
     "navix": "navix",
+    "pgx": "pgx",
     "playground": "mujoco_playground",
     "xminigrid": "xminigrid",
 }
@@ -32,6 +33,7 @@ QUICK = (
     "brax:fast",
     "jumanji:Snake-v1",
     "navix:Navix-Empty-5x5-v0",
+    "pgx:tic_tac_toe",
     "xminigrid:MiniGrid-Empty-5x5",
 )
 SLOW = (
@@ -39,6 +41,7 @@ SLOW = (
     "craftax:Craftax-Classic-Symbolic-v1",
     "jumanji:TSP-v1",
     "navix:Navix-DoorKey-8x8-v0",
+    "pgx:connect_four",
     "playground:CartpoleBalance",
     "xminigrid:XLand-MiniGrid-R4-9x9",
 )

@@ -15,6 +15,7 @@ FIRST = [
     "pyright",
     "pytest",
     "pytest -m slow -n 2 --durations=30",
+    "pytest -m slow or not slow -n 2 -k actions_are_learned tests/agents",
     "pip install --quiet -e .[tpu]",
     "pytest -m slow or not slow -n 0 tests/plan",
 ]

@@ -46,7 +46,17 @@ def prepare_on_host(config: Config) -> Sizes:
         return sebulba_trainer.prepare(config, COINRUN).sizes
 
 
-@pytest.mark.parametrize("name", command_line.shipped_configs())
+# One for each agent and kind of environment; .ci/run traces all of them.
+QUICK = ("atari", "cartpole", "cartpole_muzero", "minatar_dqn", "pendulum_d4pg", "pong_r2d2")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in command_line.shipped_configs()
+    ],
+)
 def test_a_shipped_config_fits_its_environment(name):
     """Traced, not compiled: networks take the observations, and batches divide."""
     path = command_line.shipped_configs()[name]

@@ -55,10 +55,11 @@ def make_anakin(monkeypatch, masked=False, **changes):
 @pytest.mark.parametrize(
     ("agent", "core", "env"),
     [
-        ("vtrace", "none", "counting"),
+        pytest.param("vtrace", "none", "counting", marks=pytest.mark.slow),
         ("ppo", "none", "masked"),
         pytest.param("ppo", "gru", "counting", marks=pytest.mark.slow),
         pytest.param("dqn", "none", "masked", marks=pytest.mark.slow),
+        pytest.param("muzero", "none", "masked", marks=pytest.mark.slow),
     ],
 )
 def test_without_lag_sebulba_makes_the_updates_of_anakin(agent, core, env, monkeypatch):

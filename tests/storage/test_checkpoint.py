@@ -304,6 +304,22 @@ def test_damaged_weights_are_not_loaded(which, tmp_path):
         checkpoint.load_weights(tmp_path, which, like)
 
 
+@leftovers
+def test_weights_of_each_checkpoint_are_loaded_by_its_number(tmp_path):
+    like = jax.eval_shape(lambda: state()["train"]["weights"])
+    with pytest.raises(errors.ConfigError, match="holds no checkpoints"):
+        checkpoint.list_updates(tmp_path)
+    saved(tmp_path, (1, 2))
+    assert checkpoint.list_updates(tmp_path) == [1, 2]
+    assert [checkpoint.load_weights(tmp_path, x, like)[1] for x in (1, 2)] == [1, 2]
+    with pytest.raises(errors.ConfigError, match="holds no checkpoint 3"):
+        checkpoint.load_weights(tmp_path, 3, like)
+    (tmp_path / "checkpoints" / "1" / "weights" / "manifest.ocdbt").write_bytes(b"x")
+    with pytest.raises(errors.ConfigError, match=r"^checkpoint 1 of .* is damaged: .*; move it"):
+        checkpoint.load_weights(tmp_path, 1, like)
+    assert checkpoint.load_weights(tmp_path, 2, like)[1] == 2
+
+
 def test_a_checkpoint_without_read_permission_is_a_config_error(tmp_path, monkeypatch):
     saved(tmp_path, (1, 2))
 

@@ -37,6 +37,20 @@ R2D2 = {
     "r2d2__trace": 8,
     "r2d2__target_period": 5,
 }
+# A share of each batch is searched again, with keys of its own.
+MUZERO = {
+    **REPLAY,
+    "agent": "muzero",
+    "muzero__unroll": 2,
+    "muzero__n_step": 3,
+    "muzero__reanalyze": 0.5,
+    "muzero__target_period": 5,
+    "muzero__search__policy": "muzero",
+    "muzero__search__simulations": 4,
+    "muzero__search__temperature_steps": 1000,
+}
+# It searches in the environment's own states.
+ALPHAZERO = {"agent": "alphazero", "alphazero__search__simulations": 4}
 # So near a target that the coefficient of the penalty rises.
 PENALTY = {"ppo__objective": "kl_penalty", "ppo__target_kl": 1e-9, "num_epochs": 2}
 # Two optimizers, and target networks that move a little.

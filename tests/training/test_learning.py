@@ -1,4 +1,7 @@
-"""Agents learn: the real command in its own process, with the devices that a user has."""
+"""Agents learn: the real command in its own process, with the devices that a user has.
+
+One config of each kind: docs/results.md has all of them, each with several seeds.
+"""
 
 import json
 import os
@@ -28,9 +31,8 @@ def final_return(
     return json.loads((workdir / "summary.json").read_text())["eval_return_mean"]
 
 
-@pytest.mark.parametrize("agent", ["ppo", pytest.param("vtrace", marks=pytest.mark.slow)])
-def test_cartpole_is_learned_by_the_command_of_the_readme(agent, tmp_path):
-    assert final_return(tmp_path, f"--config.agent={agent}") >= 475
+def test_cartpole_is_learned_by_the_command_of_the_readme(tmp_path):
+    assert final_return(tmp_path) >= 475
 
 
 @pytest.mark.slow
@@ -39,8 +41,6 @@ def test_cartpole_is_learned_by_the_command_of_the_readme(agent, tmp_path):
     ("config", "arguments", "least"),
     [
         ("memory_chain", (), 0.95),
-        ("pendulum", (), -200),
-        ("mountain_car", (), -110),
         # A fifth of its steps.
         ("minatar", ("--config.total_steps=2_000_000",), 20),
     ],
@@ -50,19 +50,12 @@ def test_shipped_configs_reach_the_returns_that_they_promise(config, arguments, 
 
 
 @pytest.mark.slow
-def test_memory_chain_is_not_learned_without_a_memory(tmp_path):
-    """+1 for the right answer, -1 for the wrong one: guessing returns 0."""
-    assert final_return(tmp_path, "--config.network.core=none", config="memory_chain") < 0.5
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("agent", ["ppo", "vtrace"])
-def test_cartpole_is_learned_with_every_seed(agent, tmp_path):
+def test_cartpole_is_learned_by_vtrace_with_every_seed(tmp_path):
     """With the settings at which others are measured: 4 environments x 128 steps, 500 k steps."""
     mean = final_return(
         tmp_path,
-        f"--config.agent={agent}",
+        "--config.agent=vtrace",
         "--config.num_seeds=8",
         "--config.num_envs=4",
         "--config.total_steps=500_000",
@@ -70,7 +63,7 @@ def test_cartpole_is_learned_with_every_seed(agent, tmp_path):
     )
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     returns = [last[f"seed_{seed}/eval/episode_return"] for seed in range(8)]
-    print(agent, returns)
+    print(returns)
     assert mean > 470
     assert min(returns) > 400
 
@@ -89,24 +82,6 @@ def test_cartpole_is_learned_by_sebulba_too(agent, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        (),
-        (
-            "--config.agent=vtrace",
-            "--config.learning_rate=6e-4",
-            "--config.total_steps=4_000_000",
-        ),
-    ],
-)
-def test_lunar_lander_is_learned(arguments, tmp_path):
-    score = final_return(tmp_path, *arguments, architecture="sebulba", config="lunarlander")
-    assert score > 200
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_half_cheetah_rises_well_above_random(tmp_path):
     """Random actions return about -280."""
     arguments = ["--config.total_steps=500_000"]
@@ -117,7 +92,7 @@ def test_half_cheetah_rises_well_above_random(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_five_minutes_of_sebulba_hold_their_memory(tmp_path):
+def test_two_minutes_of_sebulba_hold_their_memory(tmp_path):
     run = subprocess.Popen(
         [
             sys.executable,
@@ -135,7 +110,7 @@ def test_five_minutes_of_sebulba_hold_their_memory(tmp_path):
     try:
         used = []
         for _ in range(60):
-            time.sleep(5)
+            time.sleep(2)
             assert run.poll() is None
             pages = pathlib.Path(f"/proc/{run.pid}/statm").read_text().split()[1]
             used.append(int(pages) * os.sysconf("SC_PAGE_SIZE") / 2**20)

@@ -11,7 +11,9 @@ from podracer import anakin, errors, sebulba
 from podracer.sebulba.threads import HangLimits
 from podracer.training.session import Session
 from tests.training.resuming import (
+    ALPHAZERO,
     D4PG,
+    MUZERO,
     PENALTY,
     R2D2,
     REPLAY,
@@ -37,7 +39,7 @@ def name_of(value) -> str:
         # Observations are dictionaries.
         {"env": "dummy:masked", "normalize_observations": True, **R2D2},
         pytest.param({"normalize_observations": True, **REPLAY}, marks=pytest.mark.slow),
-        pytest.param(D4PG, marks=pytest.mark.slow),
+        *(pytest.param(x, marks=pytest.mark.slow) for x in (D4PG, MUZERO, ALPHAZERO)),
         pytest.param(
             {"env": "dummy:masked", "normalize_observations": True}, marks=pytest.mark.slow
         ),
@@ -143,6 +145,7 @@ def test_a_run_is_resumed_on_another_number_of_devices(
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_replay_that_was_not_saved_refills(tmp_path, monkeypatch, capsys):
     """And both ways: it is saved again as soon as the setting allows it."""
     Stops(monkeypatch, 4, 6)

@@ -19,12 +19,6 @@ from podracer.types import ACTION_MASK
 from tests.helpers import make_anakin, make_config, make_run
 
 GAMMA = 0.9
-# The value V(x) of observation x, and the best return of an episode.
-VALUES = {
-    "one": lambda x: np.ones_like(x),
-    "sign": lambda x: x,
-    "delayed": lambda x: np.where(x == 1, GAMMA, 1.0),
-}
 
 
 def critic_values(config, program, state):
@@ -197,17 +191,14 @@ def make_probe(probe: str, agent: str, **changes: Any):
 
 
 @pytest.mark.parametrize(("agent", "continuous", "core"), few(VARIANTS, VALUES_FIRST))
-@pytest.mark.parametrize(
-    "probe", [*(pytest.param(p, marks=SLOW) for p in ("one", "sign")), "delayed"]
-)
-def test_values_are_learned(probe, agent, continuous, core):
-    config, program, state = train(probe, agent, continuous, core, calls=2)
+def test_values_are_learned(agent, continuous, core):
+    """Of an episode of two steps whose reward comes at its end."""
+    config, program, state = train("delayed", agent, continuous, core, calls=2)
     (observation,) = jax.tree.leaves(masks.split(state.rollout.timestep.observation)[0])
-    expected = VALUES[probe](np.asarray(observation[:, 0]))
+    expected = np.where(np.asarray(observation[:, 0]) == 1, GAMMA, 1.0)
+    assert len(np.unique(expected)) == 2
     value = ROWS[agent].values(config, program, state)
     np.testing.assert_allclose(value, expected, atol=0.1)
-    if probe != "one":
-        assert len(np.unique(expected)) == 2
 
 
 @pytest.mark.parametrize(("agent", "continuous", "core"), few(VARIANTS, ACTIONS_FIRST))
@@ -216,20 +207,25 @@ def test_actions_are_learned(agent, continuous, core):
     assert float(program.evaluate(state).ret.mean()) > 0.95
 
 
+RECURRENT = [v for v in VARIANTS if v[2] != "none"]
+
+
 @pytest.mark.parametrize(
     ("agent", "continuous", "core"),
-    [v if v == ("ppo", False, "gru") else pytest.param(*v, marks=SLOW) for v in VARIANTS],
+    [
+        v if v == ("ppo", False, "gru") else pytest.param(*v, marks=SLOW)
+        # One without memory, for which the probe must be too hard.
+        for v in [*RECURRENT, ("ppo", False, "none")]
+    ],
 )
 def test_a_recurrent_agent_remembers(agent, continuous, core):
     _, program, state = train("memory", agent, continuous, core, calls=3)
     score = float(program.evaluate(state).ret.mean())
-    without = 0.75 if continuous else 0.0
-    if core == "none":
-        assert score < without + 0.3
-    else:
-        assert score > 0.9
+    assert score > 0.9 if core != "none" else score < 0.3
 
 
+# One agent for each kind of network.
+NETWORKS = ("ppo", "dqn", "muzero")
 DISCRETE = [agent for agent, row in ROWS.items() if False in row.continuous]
 
 
@@ -240,7 +236,7 @@ DISCRETE = [agent for agent, row in ROWS.items() if False in row.continuous]
             pytest.param("masked", "mlp", agent, marks=[SLOW] * (agent != "dqn"))
             for agent in DISCRETE
         ),
-        *(pytest.param("parts", "minatar", agent, marks=SLOW) for agent in DISCRETE),
+        *(pytest.param("parts", "minatar", agent, marks=SLOW) for agent in NETWORKS),
     ],
 )
 def test_dictionaries_and_masks_are_understood(probe, torso, agent):

@@ -11,8 +11,7 @@ from tests.distributed.jobs import LONG_S, Job
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("how", "victim"), [(signal.SIGKILL, 0), (signal.SIGSTOP, 2)])
 def test_a_lost_process_is_named(how, victim, tmp_path):
     changes = {"total_steps": 24 * 8 * 1_000_000, "hosts.timeout_s": 15.0, "num_envs": 24}
     with Job("anakin", 3, tmp_path, **changes) as job:

@@ -14,7 +14,7 @@ FIRST = [
     "ruff format --check .",
     "pyright",
     "pytest",
-    "pytest -m slow -n 2 --durations=30",
+    "pytest -m slow -n 2 -x --durations=30 -k not actions_are_learned",
     "pytest -m slow or not slow -n 2 -k actions_are_learned tests/agents",
     "pip install --quiet -e .[tpu]",
     "pytest -m slow or not slow -n 0 tests/plan",

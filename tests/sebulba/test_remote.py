@@ -142,8 +142,9 @@ def test_workers_need_the_token(monkeypatch, tmp_path):
     with remote() as run:
         for metadata in ((), (("authorization", "Bearer wrong"),)):
             stranger = Stranger(run.address, metadata)
+            stranger.send(hello(8))
             with pytest.raises(grpc.RpcError) as error:
-                list(stranger.responses)
+                next(stranger.responses)
             assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
             stranger.close()
         file = tmp_path / "token"

@@ -252,7 +252,7 @@ class Killer:
     ("processes", "period", "seconds"),
     [
         (False, 0.3, 3.0),
-        pytest.param(True, 10.0, 300.0, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+        pytest.param(True, 10.0, 120.0, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
     ],
 )
 def test_workers_are_killed_and_the_learner_goes_on_and_mixes_no_two(
@@ -341,7 +341,7 @@ def learner_command(workdir: pathlib.Path, port: int) -> list[str]:
         "num_envs": 8,
         "unroll_length": 8,
         "cpu_devices": 1,
-        "total_steps": 1500 * 64,
+        "total_steps": 800 * 64,
         "env_kwargs.length": 60,
         "env_kwargs.vary": 7,
         "checkpoint.every": 100,
@@ -398,7 +398,7 @@ def test_a_killed_learner_goes_on_where_it_was_and_its_workers_return(tmp_path):
             assert rows[-1]["remote/workers"] == 2
             saved.append(saved_updates(workdir)[-1])
         assert saved == sorted(set(saved))
-        assert saved[-1] == 1500
+        assert saved[-1] == 800
         for each in workers:
             assert each.process.wait(30) == ExitCode.OK
             assert "the run is over" in each.log.read_text()

@@ -335,7 +335,7 @@ def test_kills_change_nothing(store, run, tmp_path):
         ]  # fmt: skip
 
     subprocess.run(command(tmp_path / "whole"), cwd=ROOT, check=True, capture_output=True)
-    for kill in range(4):
+    for kill in range(2):
         before = len(steps_or_none(run))
         with subprocess.Popen(command(run), cwd=ROOT, stdout=subprocess.DEVNULL) as process:
             while len(steps_or_none(run)) <= before + kill and process.poll() is None:

@@ -36,17 +36,8 @@ def test_cartpole_is_learned_by_the_command_of_the_readme(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("config", "arguments", "least"),
-    [
-        ("memory_chain", (), 0.95),
-        # A fifth of its steps.
-        ("minatar", ("--config.total_steps=2_000_000",), 20),
-    ],
-)
-def test_shipped_configs_reach_the_returns_that_they_promise(config, arguments, least, tmp_path):
-    assert final_return(tmp_path, *arguments, config=config) >= least
+def test_a_memory_task_is_learned(tmp_path):
+    assert final_return(tmp_path, config="memory_chain") >= 0.95
 
 
 @pytest.mark.slow
@@ -69,30 +60,14 @@ def test_cartpole_is_learned_by_vtrace_with_every_seed(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("agent", ["ppo", "vtrace"])
-def test_cartpole_is_learned_by_sebulba_too(agent, tmp_path):
-    score = final_return(
-        tmp_path,
-        "--config.env=envpool:CartPole-v1",
-        f"--config.agent={agent}",
-        architecture="sebulba",
-    )
-    assert score >= 475
+def test_cartpole_is_learned_by_sebulba_too(tmp_path):
+    arguments = ["--config.env=envpool:CartPole-v1", "--config.agent=vtrace"]
+    assert final_return(tmp_path, *arguments, architecture="sebulba") >= 475
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_half_cheetah_rises_well_above_random(tmp_path):
-    """Random actions return about -280."""
-    arguments = ["--config.total_steps=500_000"]
-    score = final_return(tmp_path, *arguments, architecture="sebulba", config="mujoco")
-    assert score > 500
-    print(score)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_two_minutes_of_sebulba_hold_their_memory(tmp_path):
+def test_a_minute_of_sebulba_holds_its_memory(tmp_path):
     run = subprocess.Popen(
         [
             sys.executable,
@@ -110,7 +85,7 @@ def test_two_minutes_of_sebulba_hold_their_memory(tmp_path):
     try:
         used = []
         for _ in range(60):
-            time.sleep(2)
+            time.sleep(1)
             assert run.poll() is None
             pages = pathlib.Path(f"/proc/{run.pid}/statm").read_text().split()[1]
             used.append(int(pages) * os.sysconf("SC_PAGE_SIZE") / 2**20)

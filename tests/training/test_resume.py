@@ -38,16 +38,7 @@ def name_of(value) -> str:
     [
         # Observations are dictionaries.
         {"env": "dummy:masked", "normalize_observations": True, **R2D2},
-        pytest.param({"normalize_observations": True, **REPLAY}, marks=pytest.mark.slow),
         *(pytest.param(x, marks=pytest.mark.slow) for x in (D4PG, MUZERO, ALPHAZERO)),
-        pytest.param(
-            {"env": "dummy:masked", "normalize_observations": True}, marks=pytest.mark.slow
-        ),
-        pytest.param({"normalize_observations": True}, marks=pytest.mark.slow),
-        pytest.param(
-            {"agent": "vtrace", "network__core": "gru", "normalize_observations": True},
-            marks=pytest.mark.slow,
-        ),
         pytest.param({"normalize_rewards": True, "cpu_devices": 1}, marks=pytest.mark.slow),
         pytest.param(
             {**PENALTY, "whole_episodes": True},
@@ -119,17 +110,8 @@ def test_an_evaluation_that_a_signal_interrupts_is_left_to_the_next_start(tmp_pa
     ("changes", "before", "after"),
     [
         (REPLAY, 1, 8),
-        *(
-            pytest.param(changes, before, after, marks=pytest.mark.slow)
-            for changes, before, after in (
-                ({}, 2, 4),
-                ({}, 2, 1),
-                ({}, 2, 2),
-                (REPLAY, 1, 2),
-                (REPLAY, 8, 1),
-                (REPLAY, 8, 2),
-            )
-        ),
+        pytest.param({}, 2, 1, marks=pytest.mark.slow),
+        pytest.param(REPLAY, 8, 2, marks=pytest.mark.slow),
     ],
     ids=name_of,
 )
@@ -227,10 +209,9 @@ def test_a_run_starts_from_the_weights_of_another(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seeds", [1, 2])
-def test_targets_start_from_the_weights_of_another_run(seeds, tmp_path):
+def test_targets_start_from_the_weights_of_another_run(tmp_path):
     def train(changes, name, **options):
-        run = resumable(num_seeds=seeds, **changes)
+        run = resumable(num_seeds=2, **changes)
         result = anakin.train(run, tmp_path / name, quiet=True, **options)
         found = last_arrays(tmp_path / name)
         return result, [x for key, x in found.items() if key.startswith("rest/train/target/")]
@@ -246,7 +227,7 @@ def test_targets_start_from_the_weights_of_another_run(seeds, tmp_path):
     # The coefficient of a penalty begins anew; a policy that does not change divides it by 1.5.
     _, before = train(PENALTY, "ppo")
     coefficient, divergence = train({**PENALTY, **start}, "next", init_from=tmp_path / "ppo")[1]
-    np.testing.assert_allclose(coefficient.ravel(), [1.5**-3] * seeds, rtol=1e-6)
+    np.testing.assert_allclose(coefficient.ravel(), [1.5**-3] * 2, rtol=1e-6)
     assert (divergence == 0).all()
     assert (before[0] > 1).all()
 

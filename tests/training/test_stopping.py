@@ -1,7 +1,6 @@
 """How a run stops: signals, their exit codes, two runs in one workdir, and sudden ends."""
 
 import itertools
-import math
 import signal
 import subprocess
 import sys
@@ -116,10 +115,9 @@ def test_two_runs_in_one_workdir(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("agent", ["ppo", "dqn"])
-def test_twenty_kills_change_nothing(agent, tmp_path):
-    """``kill -9`` at 20 random moments, each time resumed by the same command."""
-    changes = [f"--config.agent={agent}", *REPLAY]
+def test_twenty_kills_change_nothing(tmp_path):
+    """``kill -9`` at 20 random moments, each time resumed by the same command, with a replay."""
+    changes = ["--config.agent=dqn", *REPLAY]
     whole_run = command(tmp_path / "whole", *changes)
     subprocess.run(whole_run, cwd=ROOT, check=True, capture_output=True)
     rng = np.random.default_rng(0)
@@ -152,5 +150,3 @@ def test_twenty_kills_change_nothing(agent, tmp_path):
     steps = [row["step"] for row in rows]
     assert all(a < b for a, b in itertools.pairwise(steps))
     assert without_times(rows) == without_times(rows_of(tmp_path / "whole"))
-    if agent == "ppo":
-        assert math.isclose(rows[-1]["eval/episode_return"], 500, abs_tol=100)

@@ -29,7 +29,7 @@ from podracer.remote.wire import Header, Kind, Layout, WireError
 from podracer.types import HostEnvironment, HostStep, Pool
 
 # Seconds between two attempts to connect: at first, and at most.
-FIRST_WAIT_S, MOST_WAIT_S = 0.2, 5.0
+FIRST_WAIT_S, MOST_WAIT_S = 0.2, 2.0
 # Seconds in which environments must have been closed.
 CLOSE_S = 30.0
 # Failures of pools within an hour after which the worker ends.

@@ -285,7 +285,7 @@ def test_workers_are_killed_and_the_learner_goes_on_and_mixes_no_two(
     # Most of them had begun an unroll.
     assert check_sequences(taken) >= 0.5 * kills
     # There is always a worker that works.
-    assert max(np.diff(updates)) < max(5.0, period)
+    assert max(np.diff(updates)) < max(5.0, 2 * period)
 
 
 def test_half_of_the_workers_are_killed_and_the_others_keep_their_rate(monkeypatch):
@@ -372,7 +372,7 @@ def run_until(workdir: pathlib.Path, port: int, workers: list[Process], number: 
         if number:
             wait_until(lambda: len(read_rows(workdir)) > rows + 8, 120)
             process.send_signal(number)
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=600)
     assert process.returncode in (0, -signal.SIGKILL, ExitCode.PREEMPTED), errors
     return process.returncode
 

@@ -45,10 +45,6 @@ def name_of(value) -> str:
             marks=pytest.mark.slow,
         ),
         pytest.param({"num_seeds": 2, **REPLAY}, marks=pytest.mark.slow),
-        pytest.param(
-            {"agent": "vtrace", "cpu_devices": 8, "normalize_observations": True},
-            marks=pytest.mark.slow,
-        ),
         pytest.param({"network__core": "lstm", "stagger": 3}, marks=pytest.mark.slow),
     ],
     ids=name_of,

@@ -10,12 +10,11 @@ import jax
 import numpy as np
 
 from podracer import config as config_lib
-from podracer.anakin.program import AnakinProgram, AnakinState, make_program
+from podracer.anakin.program import AnakinProgram, AnakinState, make_program, make_start
 from podracer.config import Config, Sizes
 from podracer.distributed import mesh as mesh_lib
 from podracer.training import builder
 from podracer.types import ENVS_AXIS, Trajectory
-from podracer.xla_cpu import prng
 
 # The repository.
 ROOT = pathlib.Path(__file__).parent.parent
@@ -49,7 +48,7 @@ def make_anakin(config: Config, num_devices: int = 1) -> tuple[AnakinProgram, Si
 def make_run(config: Config, num_devices: int = 1) -> tuple[AnakinProgram, Sizes, AnakinState, Any]:
     """The same, and the initial state and jitted step."""
     program, sizes = make_anakin(config, num_devices)
-    state = program.init(prng.key(config.seed))
+    state = program.init(make_start(config))
     # Not donated: tests use states again.
     return program, sizes, state, jax.jit(program.step)
 

@@ -20,6 +20,7 @@ from podracer.agents.search import Found, Roots, SearchConfig, outcome, search
 from podracer.agents.settings import Settings
 from podracer.errors import ConfigError
 from podracer.learning import rollout
+from podracer.learning.scalars import substitute
 from podracer.nets import actor_critic as nets
 from podracer.nets import masks
 from podracer.types import (
@@ -199,7 +200,7 @@ def _make_act(config: Config, find: Any, act_directly: Act) -> Act:
         if simulations == 0:
             return act_directly(weights, carry, timestep, keys, greedy=True)
         both = jax.vmap(lambda key: jax.random.split(key, 3))(keys)
-        own = dataclasses.replace(config.search, simulations=simulations)
+        own = substitute(config.search, {"simulations": simulations})
         found = find(
             weights,
             own,

@@ -18,6 +18,7 @@ from podracer.agents.q_learning import QLearningConfig
 from podracer.agents.settings import Settings, make_replay, replay_gradient_steps
 from podracer.errors import ConfigError
 from podracer.learning import replay
+from podracer.learning.scalars import OFF_AT_ZERO, is_on
 from podracer.nets.q_network import make_q_network
 from podracer.types import (
     Agent,
@@ -59,7 +60,7 @@ class Config(QLearningConfig):
     evaluation_epsilon: float = 0.0
     target_period: int = 500
     double: bool = True
-    huber: float = 1.0
+    huber: float = dataclasses.field(default=1.0, metadata=OFF_AT_ZERO)
 
     name: ClassVar[str] = "dqn"
     off_policy: ClassVar[bool] = True
@@ -109,7 +110,8 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
         value = target.reward + target.discount * q_learning.select(q_target, chosen)
         q = q_learning.select(values(params, now), batch.action)
         error = target.valid * (jax.lax.stop_gradient(value) - q)
-        losses = optax.huber_loss(error, delta=config.huber) if config.huber else 0.5 * error**2
+        huber = is_on(config.huber)
+        losses = optax.huber_loss(error, delta=config.huber) if huber else 0.5 * error**2
         total = (batch.importance * losses).mean()
         metrics = {"total": total, "q": q.mean(), "td_error": jnp.abs(error).mean()}
         return total, LossAux(metrics, priorities=jnp.abs(error))

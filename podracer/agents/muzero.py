@@ -24,6 +24,7 @@ from podracer.agents.value_scale import Support
 from podracer.errors import ConfigError, unknown
 from podracer.learning import replay
 from podracer.learning.ring import Item, Kept, Window
+from podracer.learning.scalars import SAME_FOR_ALL
 from podracer.nets.model import Model, ModelConfig, make_model
 from podracer.types import (
     Agent,
@@ -83,10 +84,10 @@ class Config:
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     unroll: int = 5
     n_step: int = 10
-    largest_value: float = 500.0
+    largest_value: float = dataclasses.field(default=500.0, metadata=SAME_FOR_ALL)
     atoms: int = 51
     bootstrap: str = "search"
-    reanalyze: float = 0.0
+    reanalyze: float = dataclasses.field(default=0.0, metadata=SAME_FOR_ALL)
     target_period: int = 200
 
     off_policy: ClassVar[bool] = True

@@ -13,6 +13,7 @@ from podracer.agents import actor_critic, kl_penalty, returns, surrogate
 from podracer.agents.settings import Settings
 from podracer.errors import ConfigError, unknown
 from podracer.learning import rollout
+from podracer.learning.scalars import OFF_AT_ZERO, is_on
 from podracer.nets import actor_critic as nets
 from podracer.types import (
     Agent,
@@ -56,9 +57,9 @@ class Config:
     gae_lambda: float = 0.95
     objective: str = "clip"
     clip: float = 0.2
-    value_clip: float = 0.2
+    value_clip: float = dataclasses.field(default=0.2, metadata=OFF_AT_ZERO)
     advantage_normalization: str = "batch"
-    target_kl: float = 0.0
+    target_kl: float = dataclasses.field(default=0.0, metadata=OFF_AT_ZERO)
 
     off_policy: ClassVar[bool] = False
     in_environment: ClassVar[bool] = False
@@ -129,7 +130,7 @@ class Sample(struct.PyTreeNode):
 def _value_error(value: Array, sample: Sample, clip: float) -> Array:
     """Squared errors: the larger of the plain one and the one of the clipped value."""
     error = (value - sample.target.value) ** 2
-    if clip == 0:
+    if not is_on(clip):
         return error
     moved = sample.old_value + jnp.clip(value - sample.old_value, -clip, clip)
     return jnp.maximum(error, (moved - sample.target.value) ** 2)
@@ -219,7 +220,7 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
             )
         else:
             means["policy"] = surrogate.clipped(log_ratio, advantage, config.clip)
-            if config.target_kl > 0:
+            if is_on(config.target_kl):
                 stop = means["approx_kl"] - config.target_kl
         total = actor_critic.total_loss(settings, means)
         return total, LossAux({"total": total, **means}, stop=stop)

@@ -21,6 +21,7 @@ from podracer.agents.value_scale import rescale, unscale
 from podracer.errors import ConfigError
 from podracer.learning import replay
 from podracer.learning.ring import Item, Kept, Window
+from podracer.learning.scalars import is_on
 from podracer.nets.q_network import QNetwork, make_q_network
 from podracer.types import (
     Agent,
@@ -173,7 +174,7 @@ def burn_in_and_trace(network: QNetwork, params: Params, batch: Batch, burn_in: 
 def keep(settings: Settings, trajectory: Trajectory) -> Kept:
     """What a replay buffer keeps: the actor's values only if priorities are computed from them."""
     carry = trajectory.carry
-    extras = trajectory.extras if settings.replay.priority_exponent > 0 else ()
+    extras = trajectory.extras if is_on(settings.replay.priority_exponent) else ()
     return Kept(extras, {"memory": carry.memory, "action": carry.action})
 
 

@@ -14,7 +14,8 @@ def periodic(period: int, rate: float = 1.0) -> Target:
         del metrics
 
         def move() -> Params:
-            return params if rate == 1 else optax.incremental_update(params, target, rate)
+            whole = isinstance(rate, float) and rate == 1
+            return params if whole else optax.incremental_update(params, target, rate)
 
         return jax.lax.cond(step % period == 0, move, lambda: target)
 

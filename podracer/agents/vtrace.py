@@ -12,6 +12,7 @@ from podracer.agents import actor_critic, returns, surrogate
 from podracer.agents.settings import Settings
 from podracer.errors import ConfigError
 from podracer.learning import rollout
+from podracer.learning.scalars import OFF_AT_ZERO, is_on
 from podracer.nets import actor_critic as nets
 from podracer.types import (
     Agent,
@@ -48,7 +49,7 @@ class Config:
     lambda_: float = 1.0
     clip_rho: float = 1.0
     clip_pg_rho: float = 1.0
-    clip: float = 0.2
+    clip: float = dataclasses.field(default=0.2, metadata=OFF_AT_ZERO)
     normalize_advantages: bool = False
 
     off_policy: ClassVar[bool] = True
@@ -125,7 +126,7 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
             }.items()
         }
         advantage = target.valid * advantage
-        if config.clip:
+        if is_on(config.clip):
             means["policy"] = surrogate.clipped(log_ratio, advantage, config.clip)
         else:
             rho = jnp.minimum(config.clip_pg_rho, jnp.exp(jax.lax.stop_gradient(log_ratio)))

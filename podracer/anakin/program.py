@@ -16,13 +16,13 @@ from flax import struct
 from podracer.acting import unroll
 from podracer.acting.evaluation import make_evaluation
 from podracer.acting.statistics import Episodes
-from podracer.config import Config, Sizes
+from podracer.config import Config, Sizes, members
 from podracer.distributed import mesh as mesh_lib
 from podracer.training import builder, memory
 from podracer.training.builder import Components
-from podracer.training.loop import CallMetrics
 from podracer.training.memory import StateMemory
-from podracer.types import Agent, Array, ArrayTree, Device, Environment, TrainState
+from podracer.training.rows import CallMetrics
+from podracer.types import Agent, Array, ArrayTree, Device, Environment, Leaf, TrainState
 from podracer.xla_cpu import prng
 
 
@@ -37,26 +37,32 @@ class AnakinState(struct.PyTreeNode):
       source: the state of the agent's ``Source``, sharded with the environments.
       key: the run's random key. It never changes: every other key is folded from it and
         ``train.step``.
+      settings: the settings in which the agents of a sweep differ, by dotted name; they never
+        change.
+      alive: ``[]`` bool, false once an agent has diverged, which from then on does not learn; if
+        there is only one agent, whose run ends then, ``()``.
     """
 
     train: TrainState
     rollout: unroll.RolloutState
     source: ArrayTree
     key: Array
+    settings: dict[str, Array] = struct.field(default_factory=dict)
+    alive: Leaf = ()
 
 
-def state_specs(num_seeds: int) -> Any:
-    """How the state of ``num_seeds`` agents is sharded over the mesh."""
-    environments: Any = mesh_lib.SHARDED if num_seeds == 1 else mesh_lib.SHARDED_SECOND
+def state_specs(num_agents: int) -> Any:
+    """How the state of ``num_agents`` agents is sharded over the mesh."""
+    environments: Any = mesh_lib.SHARDED if num_agents == 1 else mesh_lib.SHARDED_SECOND
     replicated: Any = mesh_lib.REPLICATED
-    return AnakinState(replicated, environments, environments, replicated)
+    return AnakinState(replicated, environments, environments, replicated, replicated, replicated)
 
 
 class AnakinProgram(NamedTuple):
     """The jitted functions of a run, and what they were made from.
 
     Attributes:
-      init: ``(key) -> AnakinState``, or ``(keys [num_seeds]) -> AnakinState`` for several agents.
+      init: ``(Start) -> AnakinState``.
       step: ``(AnakinState) -> (AnakinState, CallMetrics)``, ``updates_per_call`` updates. The state
         is donated: the step reuses its memory.
       evaluate: ``(AnakinState) -> Episodes``.
@@ -97,19 +103,49 @@ class AnakinProgram(NamedTuple):
         }
 
 
+class Start(NamedTuple):
+    """What an agent begins with, or several agents, which are the first axis then.
+
+    Attributes:
+      key: its random key, ``[]``.
+      settings: see ``AnakinState``.
+    """
+
+    key: Array
+    settings: dict[str, Array]
+
+
+def make_start(config: Config, platform: str = "") -> Start:
+    """What the agents of a run begin with; ``platform`` is that of ``prng.key``."""
+    agents = config.members
+    settings = {
+        name: jnp.array([x.settings[name] for x in agents], jnp.float32)
+        for name in agents[0].settings
+    }
+    if len(agents) == 1:
+        settings = {name: x[0] for name, x in settings.items()}
+    return Start(prng.keys([x.seed for x in agents], platform), settings)
+
+
+# ``(settings) ->`` agent, optimizer and update of an agent with these settings of its own.
+Build = Callable[[dict[str, Array]], Components]
+
+
 def make_init(
-    env: Environment, components: Components, sizes: Sizes, stagger: int
-) -> Callable[[Array], AnakinState]:
-    """``(key) -> AnakinState`` as each device runs it.
+    env: Environment, build: Build, sizes: Sizes, *, stagger: int, several: bool
+) -> Callable[[Start], AnakinState]:
+    """``(start) -> AnakinState`` as each device runs it, for one agent.
 
     Args:
       env: the environment.
-      components: agent, optimizer and update.
+      build: makes agent, optimizer and update.
       sizes: the run's sizes.
       stagger: the largest number of random actions before the first step; 0 takes none.
+      several: whether the agent is one of several.
     """
 
-    def init(key: Array) -> AnakinState:
+    def init(start: Start) -> AnakinState:
+        key, components = start.key, build(start.settings)
         train = builder.init_train_state(components, key)
         first = mesh_lib.device_index() * sizes.envs_per_device
         env_key = jax.random.fold_in(key, builder.ENVIRONMENTS)
@@ -121,24 +157,39 @@ def make_init(
             envs = unroll.stagger(env, envs, stagger_key, stagger)
         act = partial(unroll.unroll, env, components.agent, length=sizes.unroll_length)
         _, trajectory, _ = jax.eval_shape(act, train.weights, envs, key)
-        return AnakinState(train, envs, components.agent.source.init(trajectory), key)
+        source = components.agent.source.init(trajectory)
+        alive = jnp.bool_(True) if several else ()
+        return AnakinState(train, envs, source, key, start.settings, alive)
 
     return init
 
 
+def _keep_finite(
+    old: AnakinState, train: TrainState, losses: dict[str, Array]
+) -> tuple[TrainState, Array]:
+    """What remains of an update of one of several agents, which is only its number if this update
+    or an earlier one has diverged; and whether none has."""
+    # Any NaN or infinity in learning appears in these two.
+    alive = old.alive & jnp.isfinite(losses["total"]) & jnp.isfinite(losses["grad_norm"])
+    kept = jax.tree.map(partial(jnp.where, alive), train, old.train)
+    return kept.replace(step=train.step), alive
+
+
 def make_step(
-    env: Environment, components: Components, sizes: Sizes, *, whole_episodes: bool
+    env: Environment, build: Build, sizes: Sizes, *, whole_episodes: bool, several: bool
 ) -> Callable[[AnakinState], tuple[AnakinState, CallMetrics]]:
-    """``(AnakinState) -> (AnakinState, CallMetrics)`` as each device runs it.
+    """``(AnakinState) -> (AnakinState, CallMetrics)`` as each device runs it, for one agent.
 
     Args:
       env: the environment.
-      components: agent, optimizer and update.
+      build: makes agent, optimizer and update.
       sizes: the run's sizes.
       whole_episodes: whether each unroll begins new episodes.
+      several: whether the agent is one of several.
     """
 
     def one_update(state: AnakinState, _: None) -> tuple[AnakinState, CallMetrics]:
+        components = build(state.settings)
         act_key, update_key = builder.update_keys(state.key, state.train.step)
         envs, trajectory, episodes = unroll.unroll(
             env,
@@ -152,7 +203,11 @@ def make_step(
         train, source, metrics = components.update(
             state.train, state.source, trajectory, update_key
         )
-        return AnakinState(train, envs, source, state.key), CallMetrics(metrics, episodes)
+        alive = state.alive
+        if several:
+            train, alive = _keep_finite(state, train, metrics.losses)
+        state = state.replace(train=train, rollout=envs, source=source, alive=alive)
+        return state, CallMetrics(metrics, episodes, alive=alive)
 
     def step(state: AnakinState) -> tuple[AnakinState, CallMetrics]:
         state, metrics = jax.lax.scan(one_update, state, length=sizes.updates_per_call)
@@ -177,23 +232,26 @@ def make_program(
     Raises:
       ConfigError: the network does not fit the observations.
     """
-    components = builder.build(config, env.spec, sizes)
-    play = make_evaluation(env, components.agent, mesh, config.evaluation)
+
+    def build(settings: dict[str, Array]) -> Components:
+        return builder.build(members.trace(config, settings), env.spec, sizes)
 
     def evaluate(state: AnakinState) -> Episodes:
         key = builder.evaluation_key(state.key, state.train.step)
-        return play(state.train.weights, key)
+        agent = build(state.settings).agent
+        return make_evaluation(env, agent, mesh, config.evaluation)(state.train.weights, key)
 
-    replicated, specs = mesh_lib.REPLICATED, state_specs(config.num_seeds)
-    init = make_init(env, components, sizes, config.stagger)
-    step = make_step(env, components, sizes, whole_episodes=config.whole_episodes)
-    if config.num_seeds > 1:
+    start = make_start(config, mesh.devices.flat[0].platform)
+    several = sizes.num_agents > 1
+    replicated, specs = mesh_lib.REPLICATED, state_specs(sizes.num_agents)
+    init = make_init(env, build, sizes, stagger=config.stagger, several=several)
+    step = make_step(env, build, sizes, whole_episodes=config.whole_episodes, several=several)
+    if several:
         # One agent after another: jaxlib 0.10 factors batches of matrices, which orthogonal
         # initialisation needs, on the threads that its CPU devices already occupy: a deadlock.
         init = partial(jax.lax.map, init)
         step, evaluate = jax.vmap(step), jax.vmap(evaluate)
     jitted_init = jax.jit(mesh_lib.per_device(init, mesh, replicated, specs))
-    keys = prng.keys(config.seeds, mesh.devices.flat[0].platform)
     return AnakinProgram(
         init=jitted_init,
         step=jax.jit(
@@ -201,8 +259,8 @@ def make_program(
         ),
         evaluate=jax.jit(evaluate),
         env=env,
-        agent=components.agent,
+        agent=builder.build(config, env.spec, sizes).agent,
         sizes=sizes,
         mesh=mesh,
-        state=mesh_lib.sharded_shapes(jax.eval_shape(jitted_init, keys), mesh, specs),
+        state=mesh_lib.sharded_shapes(jax.eval_shape(jitted_init, start), mesh, specs),
     )

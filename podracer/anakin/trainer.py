@@ -8,7 +8,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from podracer import config as config_lib
-from podracer.anakin.program import AnakinProgram, AnakinState, make_program
+from podracer.anakin.program import AnakinProgram, AnakinState, make_program, make_start
 from podracer.config import Config
 from podracer.distributed import mesh as mesh_lib
 from podracer.distributed.processes import Processes
@@ -16,7 +16,7 @@ from podracer.monitoring import writers
 from podracer.training import builder, loop
 from podracer.training.options import RunOptions
 from podracer.training.start import compile_and_restore, open_session
-from podracer.xla_cpu import malloc, prng
+from podracer.xla_cpu import malloc
 
 
 def train(
@@ -107,7 +107,7 @@ class CompiledProgram(NamedTuple):
 
 def compile_program(program: AnakinProgram, config: Config) -> CompiledProgram:
     """Makes the initial state on the devices, and compiles everything that a run calls."""
-    state = program.init(prng.keys(config.seeds))
+    state = program.init(make_start(config))
     step = program.step.lower(state).compile()
     evaluate = program.evaluate.lower(state).compile()
     return CompiledProgram(jax.block_until_ready(state), step, evaluate)

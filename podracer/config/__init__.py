@@ -10,11 +10,14 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from jax.core import Tracer
 from ml_collections import ConfigDict
 
 from podracer.agents import AGENTS
 from podracer.agents.settings import Settings
+from podracer.config import members as members_lib
 from podracer.config.conversion import SettingsDict, from_mapping
+from podracer.config.members import Member
 from podracer.config.sections import (
     AgentSections,
     CheckpointConfig,
@@ -27,6 +30,7 @@ from podracer.errors import ConfigError, unknown
 from podracer.learning.optimizer import OptimizerConfig
 from podracer.learning.replay import ReplayConfig
 from podracer.learning.rollout import RolloutConfig
+from podracer.learning.scalars import OFF_AT_ZERO, substitute
 from podracer.nets.network import NetworkConfig
 from podracer.remote.settings import RemoteConfig
 from podracer.types import GradientSteps
@@ -57,6 +61,12 @@ class Config(AgentSections):
       num_seeds: number of independent agents that are trained at once in one program, with the
         seeds ``seed``, ``seed + 1``, ... (Anakin only). Each of them takes ``total_steps`` steps in
         ``num_envs`` environments.
+      sweep: settings and their values, of which agents are trained at once in one program (Anakin
+        only): {"learning_rate": [1e-4, 1e-3], "ppo": {"clip": [0.1, 0.2]}} is each of the four
+        combinations, with each of the seeds. See docs/sweeps.md.
+      population: number of points of the sweep that are drawn at random, from lists or from
+        distributions such as "log_uniform(1e-5, 1e-2)" and "uniform(0.9, 1)"; 0 takes every
+        combination.
       total_steps: environment steps to train for, over all devices, rounded up to whole calls (see
         ``updates_per_call``).
       num_envs: number of environments, over all devices. With remote environments (see ``remote``),
@@ -97,6 +107,8 @@ class Config(AgentSections):
     agent: str = "ppo"
     seed: int = 0
     num_seeds: int = 1
+    sweep: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    population: int = 0
     total_steps: int = 500_000
     num_envs: int = 64
     unroll_length: int = 128
@@ -114,7 +126,7 @@ class Config(AgentSections):
     batch_rule: str = "none"
     reference_batch: int = 0
     epsilon: float = 1e-5
-    max_grad_norm: float = 0.5
+    max_grad_norm: float = dataclasses.field(default=0.5, metadata=OFF_AT_ZERO)
     num_epochs: int = 4
     num_minibatches: int = 4
     whole_episodes: bool = False
@@ -134,7 +146,7 @@ class Config(AgentSections):
         for key in ("total_steps", "num_envs", "unroll_length", "num_seeds"):
             if getattr(self, key) <= 0:
                 raise ConfigError(f"{key} must be positive, got {getattr(self, key)}")
-        for key in ("updates_per_call", "stagger", "cpu_devices", "seed"):
+        for key in ("updates_per_call", "stagger", "cpu_devices", "seed", "population"):
             if getattr(self, key) < 0:
                 raise ConfigError(f"{key} must not be negative, got {getattr(self, key)}")
         if self.whole_episodes and self.stagger:
@@ -145,7 +157,25 @@ class Config(AgentSections):
         if self.seed + self.num_seeds > 2**32:
             raise ConfigError(f"seed must be below 2^32, got {self.seed + self.num_seeds - 1}")
         # Built here once, so that their impossible settings are rejected before anything starts.
-        _ = self.optimization, self.gradient_steps
+        _ = self.optimization, self.gradient_steps, self.settings
+        self._check_members()
+
+    def _check_members(self) -> None:
+        """Checks the config of each member of a sweep as any other."""
+        if not self.sweep:
+            if self.population:
+                raise ConfigError(
+                    f"population={self.population} draws points of a sweep, but sweep is empty; "
+                    "for agents that differ in their seed alone, set num_seeds"
+                )
+            return
+        members = self.members
+        members_lib.check(members, members_lib.scalars(self, ("replay", self.agent)))
+        for member in members[:: self.num_seeds]:
+            try:
+                self.alone(member)
+            except ConfigError as error:
+                raise ConfigError(f"{member.name} of the sweep, {member.text}: {error}") from error
 
     @property
     def steps_per_update(self) -> int:
@@ -153,9 +183,15 @@ class Config(AgentSections):
         return self.num_envs * self.unroll_length
 
     @property
-    def seeds(self) -> range:
-        """The seed of each agent."""
-        return range(self.seed, self.seed + self.num_seeds)
+    def members(self) -> tuple[Member, ...]:
+        """The agents of the run."""
+        seeds = range(self.seed, self.seed + self.num_seeds)
+        return members_lib.expand(self.sweep, self.population, seeds)
+
+    def alone(self, member: Member) -> "Config":
+        """The config of a run that trains this member alone."""
+        one = {"seed": member.seed, "num_seeds": 1, "sweep": {}, "population": 0}
+        return members_lib.replace(self, {**member.settings, **one})
 
     @property
     def optimization(self) -> OptimizerConfig:
@@ -192,7 +228,11 @@ class Config(AgentSections):
 def _select(cls: type, config: Config, **others: Any) -> Any:
     """A dataclass whose fields are those of the config, except for ``others``."""
     names = {field.name for field in dataclasses.fields(cls)} - others.keys()
-    return cls(**{name: getattr(config, name) for name in names}, **others)
+    values = {**{name: getattr(config, name) for name in names}, **others}
+    if not any(isinstance(x, Tracer) for x in values.values()):
+        return cls(**values)
+    # In a compiled program, a member's settings have no values that could be checked.
+    return substitute(object.__new__(cls), values)
 
 
 def default_config(agent: str = Config.agent) -> SettingsDict:
@@ -242,6 +282,7 @@ class Sizes:
     """Every number that follows from a config and the number of devices.
 
     Attributes:
+      num_agents: number of agents that learn at once; all other numbers are those of one.
       num_devices: number of devices that learn, over all hosts.
       num_envs: number of environments, over all devices.
       envs_per_device: number of environments of each device.
@@ -254,6 +295,7 @@ class Sizes:
         calls.
     """
 
+    num_agents: int
     num_devices: int
     num_envs: int
     envs_per_device: int
@@ -304,6 +346,7 @@ def sizes(config: Config, num_devices: int, num_threads: int = 0) -> Sizes:
     per_call = min(config.updates_per_call or chosen, updates)
     calls = math.ceil(updates / per_call)
     return Sizes(
+        num_agents=len(config.members),
         num_devices=num_devices,
         num_envs=config.num_envs,
         envs_per_device=config.num_envs // num_devices,

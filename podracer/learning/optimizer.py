@@ -6,6 +6,7 @@ from collections.abc import Hashable
 import optax
 
 from podracer.errors import ConfigError, unknown
+from podracer.learning.scalars import is_on
 from podracer.types import Agent
 
 OPTIMIZERS = ("adam", "rmsprop")
@@ -88,7 +89,7 @@ def _make_group(config: OptimizerConfig, factor: float) -> optax.GradientTransfo
     else:
         scale = optax.rmsprop(rate, decay=0.99, eps=config.epsilon, eps_in_sqrt=True)
     norm = config.max_grad_norm
-    clip = optax.clip_by_global_norm(norm) if norm else optax.identity()
+    clip = optax.clip_by_global_norm(norm) if is_on(norm) else optax.identity()
     return optax.flatten(optax.chain(clip, scale))
 
 

@@ -15,6 +15,7 @@ from podracer.errors import ConfigError
 from podracer.learning import priorities as priorities_lib
 from podracer.learning.priorities import TINY, Drawn, Layout, Priorities
 from podracer.learning.ring import Item, Ring, RingState, Window, Written
+from podracer.learning.scalars import OFF_AT_ZERO, is_on
 from podracer.types import (
     Array,
     ArrayTree,
@@ -55,7 +56,7 @@ class ReplayConfig:
     begin: int = 1_000
     batch: int = 256
     gradient_steps: int = 1
-    priority_exponent: float = 0.0
+    priority_exponent: float = dataclasses.field(default=0.0, metadata=OFF_AT_ZERO)
     importance_exponent: float = 0.4
 
     def __post_init__(self):
@@ -130,7 +131,7 @@ class Replay(NamedTuple):
     @property
     def prioritised(self) -> bool:
         """Whether items have different priorities."""
-        return self.config.priority_exponent > 0
+        return is_on(self.config.priority_exponent)
 
     def init(self, trajectory: Trajectory) -> ReplayState:
         """An empty replay for such trajectories, see ``Source.init``."""

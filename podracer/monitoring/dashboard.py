@@ -360,4 +360,5 @@ def title(config: Mapping[str, Any]) -> str:
     """A run's title from its config as a dictionary: agent, environment and seeds."""
     first, count = config["seed"], config.get("num_seeds", 1)
     seeds = f"seed {first}" if count == 1 else f"seeds {first} to {first + count - 1}"
-    return f"{config['agent']} on {config['env']}, {seeds}"
+    swept = ", a sweep" if config.get("sweep") else ""
+    return f"{config['agent']} on {config['env']}{swept}, {seeds}"

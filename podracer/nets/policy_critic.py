@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from podracer.errors import ConfigError
@@ -92,7 +93,7 @@ def make_policy_critic(
             "a deterministic policy is for continuous actions, but this environment has "
             f"{action.num_actions} discrete actions; use agent='dqn' or agent='ppo'"
         )
-    bounded = jnp.isfinite(action.low) & jnp.isfinite(action.high)
+    bounded = np.isfinite(action.low) & np.isfinite(action.high)
     if not bounded.all():
         raise ConfigError(
             "the policy spreads its actions over the bounds of the action space, but "

@@ -18,7 +18,7 @@ from podracer.sebulba.program import TRAJECTORY_SPECS, SebulbaState
 from podracer.sebulba.setup import SebulbaSetup
 from podracer.sebulba.threads import Supervisor, WorkerThread
 from podracer.sebulba.timing import LEARNER_WAIT, PUBLISH, UPDATE
-from podracer.training.loop import CallMetrics, check_finite
+from podracer.training.rows import CallMetrics, check_finite
 from podracer.types import Device, Row, Weights
 
 

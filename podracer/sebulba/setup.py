@@ -127,9 +127,9 @@ def prepare(config: Config, env: HostEnvironment | None = None) -> SebulbaSetup:
 def _check_settings(config: Config) -> None:
     """Raises ``ConfigError`` for settings that Sebulba does not support."""
     writers.check(config.logging)
-    for name, only in (("num_seeds", 1), ("stagger", 0)):
+    for name, only in (("num_seeds", 1), ("sweep", {}), ("stagger", 0)):
         value = getattr(config, name)
-        if value > only:
+        if value != only:
             raise ConfigError(
                 f"{name}={value} is for environments written in JAX; set it to {only}"
             )

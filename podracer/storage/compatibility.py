@@ -12,8 +12,8 @@ from podracer.storage.workdir import read_config
 # not fit. Agents add further ones, see ``agents``.
 FIXED = (
     "architecture", "env", "env_kwargs", "env_params", "observed", "agent", "seed", "num_seeds",
-    "num_envs", "unroll_length", "network", "optimizer", "normalize_observations",
-    "normalize_rewards",
+    "sweep", "population", "num_envs", "unroll_length", "network", "optimizer",
+    "normalize_observations", "normalize_rewards",
 )  # fmt: skip
 
 
@@ -66,12 +66,13 @@ def check_same_run(
     return lines
 
 
-def check_num_seeds(init_from: epath.PathLike, num_seeds: int) -> None:
+def check_num_agents(init_from: epath.PathLike, num_agents: int) -> None:
     """Raises ``ConfigError`` if the run to start from has another number of agents."""
-    other = read_config(init_from)["config"].get("num_seeds", 1)
-    if other != num_seeds:
+    content = read_config(init_from)
+    # Before there were sweeps, each agent had its seed.
+    other = content["sizes"].get("num_agents") or content["config"].get("num_seeds", 1)
+    if other != num_agents:
         raise ConfigError(
-            f"--init_from={init_from} is a run with num_seeds={other}, and this one has "
-            f"num_seeds={num_seeds}; each agent starts from one agent of the other run, so set "
-            f"num_seeds={other}, or start from a run with num_seeds={num_seeds}"
+            f"--init_from={init_from} is a run of {other} agents, and this one trains "
+            f"{num_agents}; each agent starts from one agent of the other run, so train as many"
         )

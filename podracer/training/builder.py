@@ -110,7 +110,7 @@ def make_policy(
       env: the run's environment, which converts observations and actions.
       weights: the trained weights; with several agents, the first axis is that of the agents.
     """
-    if config.num_seeds > 1:
+    if len(config.members) > 1:
         weights = jax.tree.map(lambda x: x[0], jax.device_get(weights))
     return Policy(agent, weights, env, greedy=config.evaluation.greedy, seed=config.seed)
 
@@ -129,7 +129,7 @@ def first_target(target: Target | None, weights: Weights) -> ArrayTree:
 
 
 def with_weights(
-    train: TrainState, weights: Weights, target: Target | None, num_seeds: int
+    train: TrainState, weights: Weights, target: Target | None, num_agents: int
 ) -> TrainState:
     """The state in which a run starts that begins with given weights.
 
@@ -137,10 +137,10 @@ def with_weights(
       train: the initial state of a run that begins with random weights.
       weights: the weights; with several agents, the first axis is that of the agents.
       target: of the agent.
-      num_seeds: number of agents.
+      num_agents: number of agents.
     """
     first = partial(first_target, target)
-    new = jax.vmap(first)(weights) if num_seeds > 1 else first(weights)
+    new = jax.vmap(first)(weights) if num_agents > 1 else first(weights)
     placed = jax.tree.map(lambda x, old: jax.device_put(x, old.sharding), new, train.target)
     return train.replace(weights=weights, target=placed)
 

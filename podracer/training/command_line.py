@@ -179,6 +179,7 @@ def parse_config(
     name, *arguments = name.split(":", 1)
     path = find_config(name)
     config = _load_config(path, arguments)
+    _open_sections_of_sweep(config, rest)
     config_flags.register_flag_parser_for_type(int, _WholeNumberParser())
     values = _define(known)
     try:
@@ -195,6 +196,18 @@ def parse_config(
         raise ConfigError(f"unknown config section: {reason}") from error
     _parse(values, rest)
     return config, path, {name: values[name].value for name in known}
+
+
+def _open_sections_of_sweep(config: ConfigDict, argv: Sequence[str]) -> None:
+    """Adds the sections that a command line names in ``--config.sweep.SECTION.KEY=``."""
+    for argument in argv:
+        root, *keys = argument.lstrip("-").partition("=")[0].split(".")
+        if root == "config" and keys[:1] == ["sweep"]:
+            section: Any = config
+            for key in keys[:-1]:
+                if key not in section:
+                    section[key] = ConfigDict()
+                section = section[key]
 
 
 def _take_config(argv: Sequence[str]) -> tuple[str, list[str]]:

@@ -8,34 +8,18 @@ import jax
 import numpy as np
 
 from podracer.acting.policy import Policy
-from podracer.acting.statistics import Episodes, EpisodeSums, summarize
+from podracer.acting.statistics import Episodes
 from podracer.config import Config, Sizes
+from podracer.config.members import Member
 from podracer.distributed import drift
 from podracer.distributed import mesh as mesh_lib
 from podracer.distributed.signals import Interrupted
-from podracer.errors import DivergedError
-from podracer.learning import learner
-from podracer.monitoring.curves import mean_and_interval
 from podracer.monitoring.metrics import Clock
 from podracer.storage.checkpoint import Progress
+from podracer.training import rows
+from podracer.training.rows import CallMetrics
 from podracer.training.session import Session
 from podracer.types import Row, Weights
-
-
-class CallMetrics(NamedTuple):
-    """The metrics of one call of a step, which is K updates; on the device except for ``host``.
-
-    If several agents learn at once, they are the first axis.
-
-    Attributes:
-      learner: see ``learning.learner.Metrics``, ``[K]`` each.
-      episodes: sums, ``[K]`` each, over the episodes that ended on all devices.
-      host: further numbers, by the names under which they are logged.
-    """
-
-    learner: learner.Metrics
-    episodes: EpisodeSums
-    host: Row | tuple[()] = ()
 
 
 class Result(NamedTuple):
@@ -55,93 +39,14 @@ class Result(NamedTuple):
     policy: Policy
 
 
-def check_finite(losses: dict[str, Any], first_update: int, sizes: Sizes) -> None:
-    """Raises ``DivergedError`` with the steps of the first update that has a NaN or infinity.
-
-    Args:
-      losses: losses by name, ``[..., K]`` each.
-      first_update: the number of the first of these K updates.
-      sizes: the run's sizes.
-    """
-    # Any NaN or infinity in learning appears in these two.
-    bad = {
-        name: ~np.isfinite(losses[name]).reshape(-1, losses[name].shape[-1]).all(0)
-        for name in ("total", "grad_norm")
-    }
-    worst = np.logical_or.reduce(list(bad.values()))
-    if not worst.any():
-        return
-    update = int(worst.argmax())
-    start = (first_update + update) * sizes.steps_per_update
-    names = sorted(name for name, x in bad.items() if x[update])
-    raise DivergedError(
-        f"{', '.join(names)} became NaN or infinite between environment steps {start:,} and "
-        f"{start + sizes.steps_per_update:,} (update {first_update + update}); a lower "
-        "learning_rate or max_grad_norm, or normalize_observations, may help"
-    )
-
-
-def _learner_row(metrics: learner.Metrics) -> Row:
-    """Means over updates; those of losses over the updates that had gradient steps."""
-    row: Row = {name: float(x.mean()) for name, x in metrics.source.items()}
-    learned = 1.0
-    if not isinstance(metrics.learned, tuple):
-        row["train/learned"] = learned = float(metrics.learned.mean())
-    if learned:
-        # A name with a slash has its own group, such as "replay/age".
-        row |= {
-            name if "/" in name else f"loss/{name}": float(x.mean()) / learned
-            for name, x in metrics.losses.items()
-        }
-    return row
-
-
-def _train_row(metrics: CallMetrics) -> Row:
-    episodes, ret, length = (float(x.sum()) for x in metrics.episodes)
-    row = {**_learner_row(metrics.learner), "train/episodes": round(episodes)}
-    if episodes:
-        row["train/episode_return"] = ret / episodes
-        row["train/episode_length"] = length / episodes
-    return {**row, **dict(metrics.host)}
-
-
-def _eval_row(episodes: Episodes) -> Row:
-    statistics = summarize(episodes)
-    return {
-        "eval/episode_return": statistics["return_mean"],
-        "eval/episode_return_std": statistics["return_std"],
-        "eval/episode_length": statistics["length_mean"],
-        "eval/episodes": statistics["episodes"],
-        "eval/complete": statistics["complete"],
-    }
-
-
-def _row(make: Callable[[Any], Row], metrics: Any, seeds: Sequence[int]) -> Row:
-    """The row of an agent's metrics; for several agents, the mean with its confidence interval, and
-    the row of each."""
-    if len(seeds) == 1:
-        return make(metrics)
-    rows = [make(jax.tree.map(lambda x, i=i: x[i], metrics)) for i in range(len(seeds))]
-    row: Row = {}
-    for name in dict.fromkeys(name for each in rows for name in each):
-        values = np.array([each[name] for each in rows if name in each])
-        mean, interval = mean_and_interval(values)
-        row[name] = float(mean)
-        if name.endswith("episode_return") and interval is not None:
-            row[f"{name}_interval"] = float(interval)
-    for seed, each in zip(seeds, rows, strict=True):
-        row |= {f"seed_{seed}/{name}": x for name, x in each.items()}
-    return row
-
-
 class _RowLog:
     """Turns the metrics of calls into rows one call late, so that devices never wait for the
     host."""
 
     def __init__(
-        self, seeds: Sequence[int], sizes: Sizes, session: Session, clock: Clock, update: int
+        self, members: Sequence[Member], sizes: Sizes, session: Session, clock: Clock, update: int
     ):
-        self._seeds, self._sizes, self._session, self._clock = seeds, sizes, session, clock
+        self._members, self._sizes, self._session, self._clock = members, sizes, session, clock
         self._unread: tuple[int, CallMetrics] | None = None
         self._step, self._seconds = update * sizes.steps_per_update, clock.training()
 
@@ -156,7 +61,10 @@ class _RowLog:
         assert self._unread is not None
         (update, metrics), sizes = self._unread, self._sizes
         self._unread, metrics = None, jax.device_get(metrics)
-        check_finite(metrics.learner.losses, update, sizes)
+        if len(self._members) > 1:
+            rows.check_alive(metrics.alive, update, sizes)
+        else:
+            rows.check_finite(metrics.learner.losses, update, sizes)
         step = (update + sizes.updates_per_call) * sizes.steps_per_update
         seconds = self._clock.training()
         rate = (step - self._step) / max(seconds - self._seconds, 1e-9)
@@ -164,8 +72,8 @@ class _RowLog:
         return {
             "step": step,
             "wall_time": self._clock.total(),
-            "time/steps_per_second": rate * len(self._seeds),
-            **_row(_train_row, metrics, self._seeds),
+            "time/steps_per_second": rate * len(self._members),
+            **rows.of_agents(rows.of_training, metrics, self._members),
         }
 
     def flush(self) -> None:
@@ -234,7 +142,9 @@ class _Hooks:
                 episodes = jax.device_get(self._evaluate(state))
         except Interrupted:
             self.stop(state, update, pending=row)
-        session.write({**row, **_row(_eval_row, episodes, self._config.seeds)}, clock)
+        session.write(
+            {**row, **rows.of_agents(rows.of_evaluation, episodes, self._config.members)}, clock
+        )
         score = float(episodes.ret.mean())
         with clock.measure("checkpoint"):
             improves = session.improves(score)
@@ -307,7 +217,7 @@ def run(
       SaveError: metrics or the last checkpoint could not be written.
       TransientError: as ``SaveError``, for a reason that may be temporary.
     """
-    log = _RowLog(config.seeds, sizes, session, clock, progress.update)
+    log = _RowLog(config.members, sizes, session, clock, progress.update)
     hooks = _Hooks(log, evaluate, mesh, config, sizes, session, clock)
     consensus = _StopConsensus(session, mesh)
     with session.stop as stop, jax.transfer_guard("disallow"):
@@ -334,27 +244,9 @@ def run(
                 hooks.save(state, done)
                 consensus.forget()
         hooks.save_last(state, sizes.last(progress.update))
-        summary = {**_summary(session.rows[-1], config.seeds, clock), **report(session.rows)}
+        summary = {**rows.summarize_run(session.rows[-1], config, clock), **report(session.rows)}
     session.finish(summary)
     return Result(state.train.weights, session.rows, summary, make_policy(state.train.weights))
-
-
-def _summary(last: Row, seeds: Sequence[int], clock: Clock) -> dict[str, Any]:
-    """The summary of a run over all its starts; steps are those of one agent."""
-    starting = sum(clock.seconds.get(what, 0.0) for what in ("setup", "compile"))
-    return {
-        "env_steps": last["step"],
-        "wall_seconds": clock.total(),
-        "compile_seconds": clock.seconds["compile"],
-        "steps_per_second": last["step"] * len(seeds) / (clock.total() - starting),
-        "eval_return_mean": last["eval/episode_return"],
-        "eval_return_std": last["eval/episode_return_std"],
-        "eval_episodes": round(last["eval/episodes"]),
-        "eval_complete": last["eval/complete"],
-        "seed": seeds[0],
-        "num_seeds": len(seeds),
-        "seconds": {**clock.seconds, "training": clock.training()},
-    }
 
 
 def _is_due(every: int, before: int, after: int) -> bool:

@@ -46,7 +46,7 @@ def _load(
     workdir: epath.PathLike, weights: str, simulations: int | None, allow_env: str | None
 ) -> tuple[Config, Environment, Player]:
     run, env, agent = _open(workdir, simulations, allow_env)
-    loaded, _ = saved_run.load_weights(workdir, weights, agent, run.num_seeds, 0)
+    loaded, _ = saved_run.load_weights(workdir, weights, agent, run.num_agents, 0)
     return run.config, env, Player(agent, loaded)
 
 
@@ -169,7 +169,7 @@ def rate(
     config = run.config
     _check(config, env, games, opening)
     updates = checkpoint.list_updates(workdir)
-    loaded = [saved_run.load_weights(workdir, x, agent, run.num_seeds, 0)[0] for x in updates]
+    loaded = [saved_run.load_weights(workdir, x, agent, run.num_agents, 0)[0] for x in updates]
     max_moves = config.evaluation.max_steps
     points, ended = matches.tournament(
         env, agent, loaded, prng.key(seed), games, opening=opening, max_moves=max_moves

@@ -29,21 +29,21 @@ class StateMemory(NamedTuple):
       replay: bytes of the replay buffer.
       rest: bytes of everything else.
       mesh: the devices that learn.
-      num_seeds: number of agents.
+      num_agents: number of agents.
     """
 
     capacity: int
     replay: int
     rest: int
     mesh: jax.sharding.Mesh
-    num_seeds: int
+    num_agents: int
 
     @property
     def layout(self) -> dict[str, str]:
         """The replay buffer in words; empty for agents without one."""
         if not self.capacity:
             return {}
-        each = f" for each of {self.num_seeds} agents" if self.num_seeds > 1 else ""
+        each = f" for each of {self.num_agents} agents" if self.num_agents > 1 else ""
         return {"replay": f"{self.capacity:,} steps{each}, {size(self.replay)} {self.where}"}
 
     @property
@@ -116,7 +116,7 @@ def check(memory: StateMemory, config: Config) -> None:
     lower = f"lower it to {most:,}" if most else "lower num_envs"
     if 0 < most < config.replay.begin:
         lower += f" and replay.begin={config.replay.begin:,} with it"
-    seeds = " or lower num_seeds" * (config.num_seeds > 1)
+    seeds = " or train fewer agents at once" * (memory.num_agents > 1)
     raise ConfigError(
         f"replay.capacity={config.replay.capacity:,} needs {size(memory.replay)} {memory.where}, "
         f"and the rest of the state {size(memory.rest)}, but a device has {size(int(limit))}; "

@@ -102,14 +102,14 @@ class SavedRun(NamedTuple):
     """One agent of a saved run.
 
     Attributes:
-      config: the run's config as if this agent had been trained alone, with num_seeds=1.
+      config: the run's config as if this agent had been trained alone.
       on_host: whether the environment is stepped on the host.
-      num_seeds: number of agents that the run trained.
+      num_agents: number of agents that the run trained.
     """
 
     config: Config
     on_host: bool
-    num_seeds: int
+    num_agents: int
 
 
 def read(workdir: epath.PathLike, member: int, allow_env: str | None) -> SavedRun:
@@ -122,27 +122,28 @@ def read(workdir: epath.PathLike, member: int, allow_env: str | None) -> SavedRu
     content = read_config(workdir)
     config = config_lib.parse(content["config"])
     permission.check_permission(config.env, config.env_kwargs, allow_env)
-    if not 0 <= member < config.num_seeds:
+    members = config.members
+    if not 0 <= member < len(members):
         raise ConfigError(
-            f"--member={member} must be from 0 to {config.num_seeds - 1}: the run has "
-            f"num_seeds={config.num_seeds}"
+            f"--member={member} must be from 0 to {len(members) - 1}: the run has "
+            f"{len(members)} agents"
         )
-    alone = _override(config, seed=config.seeds[member], num_seeds=1)
-    return SavedRun(alone, content["architecture"] == "sebulba", config.num_seeds)
+    alone = config.alone(members[member])
+    return SavedRun(alone, content["architecture"] == "sebulba", len(members))
 
 
 def load_weights(
-    workdir: epath.PathLike, which: str | int, agent: Agent, num_seeds: int, member: int
+    workdir: epath.PathLike, which: str | int, agent: Agent, num_agents: int, member: int
 ) -> tuple[Weights, int]:
-    """A member's weights in a run of ``num_seeds`` agents, and the updates that made them.
+    """A member's weights in a run of ``num_agents`` agents, and the updates that made them.
 
     ``which`` is that of ``checkpoint.load_weights``.
     """
     like = jax.eval_shape(agent.init, prng.key(0))
-    if num_seeds > 1:
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_seeds, *x.shape), x.dtype), like)
+    if num_agents > 1:
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_agents, *x.shape), x.dtype), like)
     weights, update = checkpoint.load_weights(workdir, which, like)
-    if num_seeds > 1:
+    if num_agents > 1:
         weights = jax.tree.map(lambda x: x[member], weights)
     # Not committed to a device, so that both the mesh and the single device of a recording can use
     # them.
@@ -188,7 +189,7 @@ def evaluate(
     Args:
       workdir: workdir of a run of either architecture.
       weights: "last", or "best" according to the run's evaluations.
-      member: which agent of a run with num_seeds > 1, from 0. The default is the first and not the
+      member: which agent of a run with several, from 0. The default is the first and not the
         best, whose returns would be biased by the choice.
       num_episodes: number of episodes; None takes the run's evaluation.episodes.
       greedy: act without exploration, see ``EvaluationConfig``; None takes the run's setting.
@@ -215,7 +216,7 @@ def evaluate(
     )
     recorder = FrameRecorder(gif_frames)
     evaluator = (_make_host_evaluator if run.on_host else _make_evaluator)(config)
-    loaded, update = load_weights(workdir, weights, evaluator.agent, run.num_seeds, member)
+    loaded, update = load_weights(workdir, weights, evaluator.agent, run.num_agents, member)
     key = builder.evaluation_key(prng.key(config.seed), jnp.int32(update))
     if gif is not None:
         evaluator.check_rendering()
@@ -225,7 +226,7 @@ def evaluate(
         "agent": config.agent,
         "weights": weights,
         "member": member,
-        "num_seeds": run.num_seeds,
+        "num_agents": run.num_agents,
         "update": update,
         "env_steps": update * config.steps_per_update,
         "seed": config.seed,
@@ -263,7 +264,7 @@ def load_policy(
     Args:
       workdir: workdir of a run of either architecture.
       weights: "last", or "best" according to the run's evaluations.
-      member: which agent of a run with num_seeds > 1, from 0.
+      member: which agent of a run with several, from 0.
       greedy: act without exploration, see ``EvaluationConfig``; None takes the run's setting
         for evaluations.
       seed: seed of sampled actions.
@@ -275,7 +276,7 @@ def load_policy(
     run = read(workdir, member, allow_env)
     env = (_make_host_environment if run.on_host else builder.make_environment)(run.config)
     agent = builder.make_agent(run.config, env.spec)
-    loaded, _ = load_weights(workdir, weights, agent, run.num_seeds, member)
+    loaded, _ = load_weights(workdir, weights, agent, run.num_agents, member)
     chosen: bool = run.config.evaluation.greedy if greedy is None else greedy
     return Policy(agent, loaded, env, greedy=chosen, seed=seed)
 
@@ -288,8 +289,8 @@ def describe(result: Mapping[str, Any]) -> str:
         "return {mean_and_std}, from {return_min} to {return_max}",
         "length {length_mean}",
     ]
-    if result["num_seeds"] > 1:
-        lines[0] = "member {member} of {num_seeds}: " + lines[0]
+    if result["num_agents"] > 1:
+        lines[0] = "member {member} of {num_agents}: " + lines[0]
     if result["complete"] < result["episodes"]:
         lines[1] += " ({complete:,} ended, the others were capped at evaluation.max_steps)"
     if "gif" in result:

@@ -23,7 +23,7 @@ from podracer.monitoring.metrics import Clock
 from podracer.monitoring.profiler import Profile
 from podracer.storage import workdir as workdir_lib
 from podracer.storage.checkpoint import Checkpoints, Progress, load_weights
-from podracer.storage.compatibility import check_num_seeds, check_same_run
+from podracer.storage.compatibility import check_num_agents, check_same_run
 from podracer.storage.workdir import CHECKPOINTS, Workdir
 from podracer.training import builder
 from podracer.training.agreement import check_alike, check_shared
@@ -184,11 +184,11 @@ class Session:
                     f"at least {self._config.replay.begin:,} more steps"
                 )
         elif self._options.init_from is not None:
-            check_num_seeds(self._options.init_from, self._config.num_seeds)
+            check_num_agents(self._options.init_from, self._sizes.num_agents)
             weights, update = load_weights(
                 self._options.init_from, "last", state.train.weights, self.processes
             )
-            train = builder.with_weights(state.train, weights, target, self._config.num_seeds)
+            train = builder.with_weights(state.train, weights, target, self._sizes.num_agents)
             state = state.replace(train=train)
             self.log(f"starts from the weights of {self._options.init_from} at update {update:,}")
         settings = dataclasses.asdict(self._config)

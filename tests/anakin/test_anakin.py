@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from podracer.acting import unroll
+from podracer.anakin.program import Start
 from podracer.nets import actor_critic
 from podracer.training import builder
 from podracer.xla_cpu import prng
@@ -129,7 +130,7 @@ def test_environments_are_numbered_over_all_devices_and_begin_differently():
 @AGENTS
 def test_a_seed_gives_the_same_bits_and_another_seed_other_weights(agent):
     program, _, _, step = shared_run(agent, 3)
-    first, second, other = (step(program.init(prng.key(seed)))[0] for seed in (0, 0, 1))
+    first, second, other = (step(program.init(Start(prng.key(seed), {})))[0] for seed in (0, 0, 1))
     np.testing.assert_array_equal(flat(first), flat(second))
     assert (flat(first) != flat(other)).mean() > 0.5
 

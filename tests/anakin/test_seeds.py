@@ -10,9 +10,9 @@ import pytest
 from podracer import anakin
 from podracer import config as config_lib
 from podracer.anakin import trainer
+from podracer.anakin.program import make_start
 from podracer.errors import ConfigError
 from podracer.monitoring import dashboard
-from podracer.xla_cpu import prng
 from tests.helpers import make_config
 from tests.training.resuming import MUZERO
 
@@ -55,7 +55,7 @@ def shared_programs(monkeypatch):
     def shared_compile(program, config):
         if key(config) not in _compiled:
             _compiled[key(config)] = compile_program(program, config)
-        return _compiled[key(config)]._replace(state=program.init(prng.keys(config.seeds)))
+        return _compiled[key(config)]._replace(state=program.init(make_start(config)))
 
     monkeypatch.setattr(trainer, "prepare", shared_prepare)
     monkeypatch.setattr(trainer, "compile_program", shared_compile)
@@ -109,7 +109,7 @@ def test_no_batch_of_matrices_is_factored_at_the_start(core):
     """In such a batch, two CPU devices of jaxlib 0.10 wait for each other forever."""
     parsed = config_lib.parse(config(num_seeds=SEEDS, network__core=core))
     program = trainer.prepare(parsed)
-    text = program.init.lower(prng.keys(parsed.seeds)).as_text()
+    text = program.init.lower(make_start(parsed)).as_text()
     operands = re.findall(r"@lapack_\w+\(.*?\) .*? : \((.*?)\)", text)
     assert operands
     assert not [x for x in operands if re.search(r"tensor<\d+x\d+x\d+x", x)], operands

@@ -5,10 +5,10 @@ import pytest
 
 from podracer import anakin, envs, sebulba
 from podracer.anakin import trainer
+from podracer.anakin.program import make_start
 from podracer.errors import ConfigError
 from podracer.sebulba import setup as sebulba_setup
 from podracer.training import memory
-from podracer.xla_cpu import prng
 from tests.helpers import make_config
 
 REPLAY = {
@@ -40,8 +40,9 @@ def test_a_compiled_step_holds_a_replay_once(num_seeds):
 
 
 def test_the_memory_of_a_state_is_that_of_its_arrays():
-    program = trainer.prepare(make_config(**REPLAY, num_seeds=2))
-    state = program.init(prng.keys(range(2)))
+    config = make_config(**REPLAY, num_seeds=2)
+    program = trainer.prepare(config)
+    state = program.init(make_start(config))
     shards = [x.addressable_shards for x in jax.tree.leaves(state.source)]
     assert program.memory.replay == sum(shard[0].data.nbytes for shard in shards)
     assert memory.bytes_per_device(state) == program.memory.replay + program.memory.rest

@@ -181,7 +181,7 @@ BAD = {
     "seed": (["--seed=-1"], "seed must not be negative, got -1"),
     "frames": (["--gif_frames=1"], "--gif_frames=1 must be 2 or more"),
     "flag": (["--gif_frame=3"], "Unknown command line flag 'gif_frame'"),
-    "member": (["--member=1"], "--member=1 must be from 0 to 0: the run has num_seeds=1"),
+    "member": (["--member=1"], "--member=1 must be from 0 to 0: the run has 1 agents"),
     "extra": (["everything"], "unexpected arguments: everything"),
     "not a GIF": (["--gif=out.mp4"], "--gif=out.mp4 must end in .gif, as out.gif does"),
     "a file in the way": (["--gif=config.json/out.gif"], "can't be written"),
@@ -286,7 +286,7 @@ def test_the_checkpoints_of_each_member_of_a_run_are_evaluated(
     for observation in np.random.default_rng(0).normal(0, 0.1, (20, 4)):
         assert policy(observation) == expected(observation)
 
-    message = "--init_from=run is a run with num_seeds=2, and this one has num_seeds=1"
+    message = "--init_from=run is a run of 2 agents, and this one trains 1"
     with pytest.raises(ConfigError, match=message):
         anakin.train(make_config(), tmp_path / "next", init_from="run", quiet=True)
 

@@ -1,0 +1,187 @@
+"""The members of a run: the agents that learn in one program, each with a seed of its own and, in a
+sweep, with settings of its own.
+
+A sweep names settings and their values: lists, of which every combination is a point; or, with a
+``population``, lists and distributions such as "log_uniform(1e-5, 1e-2)", from which that many
+points are drawn. Each point is trained with each seed.
+"""
+
+import dataclasses
+import itertools
+import math
+import re
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from podracer.errors import ConfigError
+from podracer.learning.scalars import OFF_AT_ZERO, SAME_FOR_ALL, RecordT, substitute
+
+_DISTRIBUTION = re.compile(r"(log_uniform|uniform)\(([^,]+),([^,]+)\)")
+
+
+class Member(NamedTuple):
+    """An agent of a run.
+
+    Attributes:
+      name: under which its metrics are logged.
+      seed: its seed.
+      settings: its own settings, by dotted name.
+    """
+
+    name: str
+    seed: int
+    settings: Mapping[str, float]
+
+    @property
+    def text(self) -> str:
+        """Its own settings and seed, as on a command line."""
+        values = {**self.settings, "seed": self.seed}
+        return " ".join(f"--config.{name}={x}" for name, x in values.items())
+
+
+def expand(sweep: Mapping[str, Any], population: int, seeds: Sequence[int]) -> tuple[Member, ...]:
+    """All members of a run, those of the first point first.
+
+    Args:
+      sweep: values by setting, in sections as those of a config.
+      population: number of points to draw; 0 takes every combination.
+      seeds: the seeds of each point; the first one also decides what is drawn.
+
+    Raises:
+      ConfigError: values that are neither a list of numbers nor, if points are drawn, a
+        distribution.
+    """
+    values = {name: _parse(name, x, population) for name, x in _flatten(sweep)}
+    if population:
+        columns = [_draw(name, x, population, seeds[0]) for name, x in values.items()]
+        points = list(zip(*columns, strict=True))
+    else:
+        points = list(itertools.product(*values.values()))
+    chosen = [dict(zip(values, point, strict=True)) for point in points]
+    pairs = itertools.product(chosen, seeds)
+    if not sweep:
+        return tuple(Member(f"seed_{seed}", seed, settings) for settings, seed in pairs)
+    return tuple(Member(f"member_{i}", seed, settings) for i, (settings, seed) in enumerate(pairs))
+
+
+def _flatten(sweep: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The settings of a sweep by their dotted names."""
+    for name, value in sweep.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+class _Distribution(NamedTuple):
+    """Numbers between two others, uniformly on a linear or a logarithmic scale."""
+
+    logarithmic: bool
+    low: float
+    high: float
+
+
+def _parse(name: str, values: Any, population: int) -> _Distribution | list[float]:
+    """The distribution or the list of numbers that a sweep has for a setting."""
+    if isinstance(values, str) and population:
+        return _parse_distribution(name, values)
+    numbers = values if isinstance(values, list | tuple) else ()
+    if not numbers or not all(type(x) in (int, float) and math.isfinite(x) for x in numbers):
+        drawn = ', or a distribution, "uniform(LOW, HIGH)" or "log_uniform(LOW, HIGH)"'
+        raise ConfigError(
+            f"sweep.{name} must be a list of numbers{drawn if population else ''}, got {values!r}"
+            + ("" if population else "; to draw from a distribution, set population to a number")
+        )
+    return [float(x) for x in numbers]
+
+
+def _parse_distribution(name: str, text: str) -> _Distribution:
+    match = _DISTRIBUTION.fullmatch(text.replace(" ", ""))
+    try:
+        kind, low, high = match.groups() if match else ("", "", "")
+        found = _Distribution(kind == "log_uniform", float(low), float(high))
+    except ValueError:
+        raise ConfigError(
+            f'sweep.{name} must be "uniform(LOW, HIGH)", "log_uniform(LOW, HIGH)" or a list of '
+            f"numbers, got {text!r}"
+        ) from None
+    if not -math.inf < found.low < found.high < math.inf or (found.logarithmic and found.low <= 0):
+        positive = " positive" * found.logarithmic
+        raise ConfigError(f"sweep.{name} must be between two{positive} numbers, got {text!r}")
+    return found
+
+
+def _draw(name: str, values: _Distribution | list[float], count: int, seed: int) -> list[float]:
+    """As many values of a setting, which do not depend on the other settings of the sweep, nor the
+    first ones on their number."""
+    rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+    if isinstance(values, list):
+        return [values[i] for i in rng.integers(len(values), size=count)]
+    bounds = np.array([values.low, values.high])
+    if values.logarithmic:
+        drawn = np.exp(rng.uniform(*np.log(bounds), size=count))
+    else:
+        drawn = rng.uniform(*bounds, size=count)
+    # Short enough to be typed.
+    return [float(f"{x:.6g}") for x in drawn]
+
+
+def scalars(record: Any, sections: Collection[str], prefix: str = "") -> dict[str, bool]:
+    """The settings that may differ between members, by dotted name, and whether 0 turns them off:
+    numbers of the maths.
+
+    Args:
+      record: a config, or a section of one.
+      sections: the sections of it that belong to the maths.
+      prefix: the dotted name of the section and a dot.
+    """
+    found: dict[str, bool] = {}
+    for field in dataclasses.fields(record):
+        value, name = getattr(record, field.name), f"{prefix}{field.name}"
+        if type(value) is float and field.metadata != SAME_FOR_ALL:
+            found[name] = field.metadata == OFF_AT_ZERO
+        elif dataclasses.is_dataclass(value) and (prefix or field.name in sections):
+            found |= scalars(value, sections, f"{name}.")
+    return found
+
+
+def check(members: Sequence[Member], allowed: Mapping[str, bool]) -> None:
+    """Raises ``ConfigError`` if members differ in a setting that is not among these, see
+    ``scalars``, or where 0 turns it off for some."""
+    for name in members[0].settings:
+        if name not in allowed:
+            raise ConfigError(
+                f"sweep.{name} can't differ between agents that learn in one program; settings "
+                f"that can: {', '.join(allowed)}"
+            )
+        if allowed[name] and any(x.settings[name] <= 0 for x in members):
+            raise ConfigError(
+                f"all values of sweep.{name} must be positive: 0 turns it off, which is another "
+                "program"
+            )
+
+
+def replace(record: RecordT, values: Mapping[str, Any]) -> RecordT:
+    """A copy of a config with these values in place of others, by dotted name; it is checked as any
+    config."""
+    return dataclasses.replace(record, **_nested(record, values, replace))  # pyright: ignore
+
+
+def trace(record: RecordT, values: Mapping[str, Any]) -> RecordT:
+    """As ``replace``, for values that a compiled program gets as arguments; nothing is checked."""
+    return substitute(record, _nested(record, values, trace))
+
+
+def _nested(record: Any, values: Mapping[str, Any], put: Any) -> dict[str, Any]:
+    """The values of a record's own fields; those of its sections are put there by ``put``."""
+    own, sections = {}, {}
+    for name, value in values.items():
+        section, dot, rest = name.partition(".")
+        if dot:
+            sections.setdefault(section, {})[rest] = value
+        else:
+            own[name] = value
+    return {**own, **{name: put(getattr(record, name), x) for name, x in sections.items()}}

@@ -1,0 +1,172 @@
+"""The rows of metrics of a run, one for each call of its step, and its summary."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from podracer.acting.statistics import Episodes, EpisodeSums, summarize
+from podracer.config import Config, Sizes
+from podracer.config.members import Member
+from podracer.errors import DivergedError
+from podracer.learning import learner
+from podracer.monitoring.curves import mean_and_interval
+from podracer.monitoring.metrics import Clock
+from podracer.types import Row
+
+# Members of a sweep that its report shows.
+SHOWN = 5
+
+
+class CallMetrics(NamedTuple):
+    """The metrics of one call of a step, which is K updates; on the device except for ``host``.
+
+    If several agents learn at once, they are the first axis.
+
+    Attributes:
+      learner: see ``learning.learner.Metrics``, ``[K]`` each.
+      episodes: sums, ``[K]`` each, over the episodes that ended on all devices.
+      host: further numbers, by the names under which they are logged.
+      alive: ``[K]`` bool, whether an agent has not diverged; ``()`` if there is one only, whose run
+        ends then.
+    """
+
+    learner: learner.Metrics
+    episodes: EpisodeSums
+    host: Row | tuple[()] = ()
+    alive: Any = ()
+
+
+def check_alive(alive: np.ndarray, first_update: int, sizes: Sizes) -> None:
+    """Raises ``DivergedError`` if each of several agents, ``[agents, K]``, has diverged."""
+    if not alive[:, -1].any():
+        update = first_update + int(alive.any(0).argmin())
+        raise DivergedError(
+            f"a loss or gradient of each of the {len(alive)} agents became NaN or infinite, of the "
+            f"last one before environment step {(update + 1) * sizes.steps_per_update:,} (update "
+            f"{update}); a lower learning_rate or max_grad_norm, or normalize_observations, may "
+            "help"
+        )
+
+
+def check_finite(losses: dict[str, Any], first_update: int, sizes: Sizes) -> None:
+    """Raises ``DivergedError`` with the steps of the first update that has a NaN or infinity.
+
+    Args:
+      losses: losses by name, ``[K]`` each.
+      first_update: the number of the first of these K updates.
+      sizes: the run's sizes.
+    """
+    # Any NaN or infinity in learning appears in these two.
+    bad = {name: ~np.isfinite(losses[name]) for name in ("total", "grad_norm")}
+    worst = np.logical_or.reduce(list(bad.values()))
+    if not worst.any():
+        return
+    update = int(worst.argmax())
+    start = (first_update + update) * sizes.steps_per_update
+    names = sorted(name for name, x in bad.items() if x[update])
+    raise DivergedError(
+        f"{', '.join(names)} became NaN or infinite between environment steps {start:,} and "
+        f"{start + sizes.steps_per_update:,} (update {first_update + update}); a lower "
+        "learning_rate or max_grad_norm, or normalize_observations, may help"
+    )
+
+
+def of_learner(metrics: learner.Metrics) -> Row:
+    """Means over updates; those of losses over the updates that had gradient steps."""
+    row: Row = {name: float(x.mean()) for name, x in metrics.source.items()}
+    learned = 1.0
+    if not isinstance(metrics.learned, tuple):
+        row["train/learned"] = learned = float(metrics.learned.mean())
+    if learned:
+        # A name with a slash has its own group, such as "replay/age".
+        row |= {
+            name if "/" in name else f"loss/{name}": float(x.mean()) / learned
+            for name, x in metrics.losses.items()
+        }
+    return row
+
+
+def of_training(metrics: CallMetrics) -> Row:
+    if not isinstance(metrics.alive, tuple) and not metrics.alive[-1]:
+        return {"train/diverged": 1.0}
+    episodes, ret, length = (float(x.sum()) for x in metrics.episodes)
+    row = {**of_learner(metrics.learner), "train/episodes": round(episodes)}
+    if episodes:
+        row["train/episode_return"] = ret / episodes
+        row["train/episode_length"] = length / episodes
+    return {**row, **dict(metrics.host)}
+
+
+def of_evaluation(episodes: Episodes) -> Row:
+    statistics = summarize(episodes)
+    return {
+        "eval/episode_return": statistics["return_mean"],
+        "eval/episode_return_std": statistics["return_std"],
+        "eval/episode_length": statistics["length_mean"],
+        "eval/episodes": statistics["episodes"],
+        "eval/complete": statistics["complete"],
+    }
+
+
+def of_agents(make: Callable[[Any], Row], metrics: Any, members: Sequence[Member]) -> Row:
+    """The row of an agent's metrics; for several agents, the mean with its confidence interval, and
+    the row of each."""
+    if len(members) == 1:
+        return make(metrics)
+    rows = [make(jax.tree.map(lambda x, i=i: x[i], metrics)) for i in range(len(members))]
+    row: Row = {}
+    for name in dict.fromkeys(name for each in rows for name in each):
+        values = np.array([each[name] for each in rows if name in each])
+        mean, interval = mean_and_interval(values)
+        row[name] = float(mean)
+        if name.endswith("episode_return") and interval is not None:
+            row[f"{name}_interval"] = float(interval)
+    for member, each in zip(members, rows, strict=True):
+        row |= {f"{member.name}/{name}": x for name, x in each.items()}
+    return row
+
+
+def summarize_run(last: Row, config: Config, clock: Clock) -> dict[str, Any]:
+    """The summary of a run over all its starts; steps are those of one agent."""
+    count = len(config.members)
+    starting = sum(clock.seconds.get(what, 0.0) for what in ("setup", "compile"))
+    return {
+        "env_steps": last["step"],
+        "wall_seconds": clock.total(),
+        "compile_seconds": clock.seconds["compile"],
+        "steps_per_second": last["step"] * count / (clock.total() - starting),
+        "eval_return_mean": last["eval/episode_return"],
+        "eval_return_std": last["eval/episode_return_std"],
+        "eval_episodes": round(last["eval/episodes"]),
+        "eval_complete": last["eval/complete"],
+        "seed": config.seed,
+        "num_seeds": config.num_seeds,
+        "seconds": {**clock.seconds, "training": clock.training()},
+        **_sweep_summary(last, config),
+    }
+
+
+def _sweep_summary(last: Row, config: Config) -> dict[str, Any]:
+    """The settings and the final evaluation of each member of a sweep, and what to show of them."""
+    if not config.sweep:
+        return {}
+    found = [
+        {
+            "name": member.name,
+            "seed": member.seed,
+            **member.settings,
+            "eval_return_mean": last[f"{member.name}/eval/episode_return"],
+            "diverged": f"{member.name}/train/diverged" in last,
+        }
+        for member in config.members
+    ]
+    order = sorted(range(len(found)), key=lambda i: -found[i]["eval_return_mean"])
+    lines = [
+        f"  {found[i]['eval_return_mean']:>10.4g}  {config.members[i].name}: "
+        f"{config.members[i].text}{' (diverged)' * found[i]['diverged']}"
+        for i in order[:SHOWN]
+    ]
+    best = "the best members, each with the flags that train it alone:"
+    return {"members": found, "best_member": order[0], "report": "\n".join([best, *lines])}

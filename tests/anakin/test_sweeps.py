@@ -1,0 +1,227 @@
+"""Sweeps: each of the agents that learn in one program is what it would be alone."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from podracer import anakin, evaluate
+from podracer import config as config_lib
+from podracer.anakin import trainer
+from podracer.config import members
+from podracer.errors import ConfigError, DivergedError, ExitCode
+from podracer.storage.workdir import read_rows
+from podracer.training import command_line
+from tests.agents.test_battery import ROWS
+from tests.helpers import make_config
+from tests.training.resuming import Stops, without_times
+
+SETTINGS = {
+    "env": "dummy:counting",
+    "num_envs": 16,
+    "cpu_devices": 2,
+    "total_steps": 16 * 8 * 4,
+    "num_minibatches": 2,
+    "normalize_observations": True,
+}
+CONTINUOUS = ("d4pg",)
+
+
+def config(agent: str = "ppo", **changes):
+    own = {key: x for key, x in ROWS[agent].settings.items() if "__" in key}
+    env = {"env": "dummy:choice", "env_kwargs": {"continuous": agent in CONTINUOUS}}
+    replay = {"replay__begin": 16, "replay__capacity": 16 * 64}
+    return make_config(agent=agent, **{**SETTINGS, **env, **own, **replay, **changes})
+
+
+def names(agent: str) -> dict[str, bool]:
+    """The settings in which agents of this kind may differ."""
+    return members.scalars(config(agent), ("replay", agent))
+
+
+def nested(values):
+    """Values by dotted name in sections."""
+    found = {}
+    for name, x in values.items():
+        *sections, last = name.split(".")
+        section = found
+        for key in sections:
+            section = section.setdefault(key, {})
+        section[last] = x
+    return found
+
+
+def value_of(record, name: str) -> float:
+    for key in name.split("."):
+        record = getattr(record, key)
+    return record
+
+
+def test_a_grid_has_every_combination_with_each_seed():
+    sweep = {"learning_rate": [1e-3, 1e-4], "ppo": {"clip": (0.1, 0.3)}}
+    found = make_config(sweep=sweep, num_seeds=2, seed=5).members
+    assert [(x.seed, *x.settings.values()) for x in found] == [
+        (seed, rate, clip) for rate in (1e-3, 1e-4) for clip in (0.1, 0.3) for seed in (5, 6)
+    ]
+    assert [x.name for x in found] == [f"member_{i}" for i in range(8)]
+    assert found[7].text == "--config.learning_rate=0.0001 --config.ppo.clip=0.3 --config.seed=6"
+    assert make_config(num_seeds=2).members[1] == members.Member("seed_1", 1, {})
+
+
+def test_points_are_drawn_from_lists_and_distributions():
+    sweep = {
+        "learning_rate": "log_uniform(1e-5, 1e-1)",
+        "discount": "uniform(0.9, 1)",
+        "ppo": {"clip": [0.1, 0.2]},
+    }
+
+    def draw(population, **changes):
+        found = make_config(sweep={**sweep, **changes}, population=population).members
+        return {name: np.array([x.settings[name] for x in found]) for name in found[0].settings}
+
+    many = draw(1000)
+    assert ((many["discount"] > 0.9) & (many["discount"] < 1)).all()
+    assert abs(many["discount"].mean() - 0.95) < 0.005
+    logarithms = np.log10(many["learning_rate"])
+    assert abs(logarithms.mean() + 3) < 0.15
+    assert logarithms.min() < -4.9
+    assert logarithms.max() > -1.1
+    assert abs((many["ppo.clip"] == 0.1).mean() - 0.5) < 0.06
+    # More points begin with the same ones, and settings are drawn independently of each other.
+    fewer = draw(10, value_cost=[0.5])
+    for name in many:
+        np.testing.assert_array_equal(fewer[name], many[name][:10])
+    assert abs(np.corrcoef(logarithms, many["discount"])[0, 1]) < 0.1
+    other = make_config(sweep=sweep, population=10, seed=1).members
+    assert other[0].settings["discount"] != many["discount"][0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sweep": {"num_envs": [8, 16]}}, "sweep.num_envs can't differ .* that can: ppo.gae_lam"),
+        ({"sweep": {"ppo": {"clipp": [0.1]}}}, "sweep.ppo.clipp can't differ"),
+        ({"sweep": {"dqn": {"huber": [1.0]}}}, "sweep.dqn.huber can't differ"),
+        ({"sweep": {"ppo": 3}}, "sweep.ppo must be a list of numbers, got 3"),
+        ({"sweep": {"discount": []}}, r"sweep.discount must be a list of numbers, got \[\]"),
+        ({"sweep": {"discount": [0.9, 2]}}, "member_1 .*discount=2.0 .*must be in .0, 1., got 2.0"),
+        ({"sweep": {"discount": "uniform(0, 1)"}}, "to draw from a distribution, set population"),
+        ({"sweep": {"ppo": {"value_clip": [0, 1]}}}, "sweep.ppo.value_clip must be positive: 0"),
+        ({"sweep": {"discount": "normal(0,1)"}, "population": 2}, "LOW, HIGH.* got 'normal"),
+        ({"sweep": {"discount": "uniform(1,0)"}, "population": 2}, "between two numbers, got"),
+        ({"sweep": {"epsilon": "log_uniform(0,1)"}, "population": 2}, "two positive numbers, got"),
+        ({"population": 4}, "population=4 draws points of a sweep, but sweep is empty"),
+        ({"population": -1}, "population must not be negative, got -1"),
+    ],
+)
+def test_impossible_sweeps_are_rejected(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        make_config(**changes)
+
+
+@pytest.mark.parametrize(
+    "agent", [x if x == "ppo" else pytest.param(x, marks=pytest.mark.slow) for x in ROWS]
+)
+def test_agents_may_differ_in_every_number_of_the_maths(agent):
+    """Traced, not compiled."""
+    whole = config(agent)
+    values = {x: [value_of(whole, x) or 0.1] for x in names(agent)}
+    assert {"discount", "learning_rate", "max_grad_norm"} < values.keys()
+    program = trainer.prepare(config(agent, sweep=nested(values), population=2))
+    assert program.state.settings.keys() == values.keys()
+    assert all(x.shape == (2,) for x in program.state.settings.values())
+
+
+@pytest.mark.parametrize(
+    ("agent", "sweep"),
+    [
+        (
+            "ppo",
+            {"learning_rate": [3e-3], "max_grad_norm": [0.1], "ppo": {"clip": [1e-4, 0.3]}},
+        ),
+        pytest.param(
+            "dqn",
+            {"discount": [0.5, 0.9], "replay": {"priority_exponent": [0.2, 0.9]}},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "d4pg", {"d4pg": {"noise": [0.1, 1.0], "policy_rate": [0.1]}}, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_each_member_is_the_single_run_with_its_settings(agent, sweep, tmp_path):
+    whole = config(agent, sweep=sweep, seed=3)
+    together = anakin.train(whole, tmp_path / "run", quiet=True)
+    seen = []
+    for i, member in enumerate(whole.members):
+        alone = anakin.train(whole.alone(member), quiet=True)
+        for a, b in zip(*map(jax.tree.leaves, (together.weights, alone.weights)), strict=True):
+            np.testing.assert_allclose(a[i], b, atol=2e-5)
+        seen.append(np.concatenate([np.ravel(x) for x in jax.tree.leaves(alone.weights)]))
+        for row, single in zip(together.metrics, alone.metrics, strict=True):
+            for name, x in single.items():
+                if "time" not in name and name != "step":
+                    np.testing.assert_allclose(
+                        row[f"{member.name}/{name}"], x, rtol=1e-3, atol=1e-4, err_msg=name
+                    )
+    # The settings matter.
+    assert len({x.tobytes() for x in seen}) == len(seen)
+    found = together.summary["members"]
+    returns = [x["eval_return_mean"] for x in found]
+    assert together.summary["best_member"] == int(np.argmax(returns))
+    assert [x["seed"] for x in found] == [3] * len(found)
+    assert whole.members[int(np.argmax(returns))].text in together.summary["report"]
+
+
+def test_one_that_diverges_learns_no_more_and_the_others_go_on(tmp_path):
+    # The second one's values overflow.
+    sweep = {"value_cost": [0.5, 1e38, 0.25]}
+    whole = config(sweep=sweep, max_grad_norm=0.0, learning_rate=1e-2)
+    result = anakin.train(whole, tmp_path / "run", quiet=True)
+    last = result.metrics[-1]
+    assert last["member_1/train/diverged"] == 1
+    assert "member_1/loss/total" not in last
+    assert [x["diverged"] for x in result.summary["members"]] == [False, True, False]
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(result.weights))
+    assert all(np.isfinite(x) for x in last.values())
+    for i in (0, 2):
+        alone = anakin.train(whole.alone(whole.members[i]), quiet=True)
+        for a, b in zip(*map(jax.tree.leaves, (result.weights, alone.weights)), strict=True):
+            np.testing.assert_allclose(a[i], b, atol=2e-5)
+    with pytest.raises(DivergedError, match="each of the 2 agents became NaN or infinite"):
+        anakin.train(config(sweep={"value_cost": [1e38, 2e38]}, max_grad_norm=0.0), quiet=True)
+
+
+def test_the_command_line_resumes_and_evaluates_a_sweep(tmp_path, monkeypatch, capsys):
+    def run(workdir, *more):
+        flags = [
+            "--config.sweep.learning_rate=log_uniform(1e-4, 1e-2)",
+            "--config.sweep.ppo.clip=[0.1,0.2]",
+            "--config.population=3",
+            "--config.num_envs=8",
+            "--config.unroll_length=8",
+            "--config.total_steps=512",
+            "--config.updates_per_call=2",
+            "--config.evaluation.episodes=4",
+            f"--workdir={tmp_path / workdir}",
+            *more,
+        ]
+        return command_line.main(anakin.train, ["anakin", "--config=configs/cartpole.py", *flags])
+
+    monkeypatch.chdir(config_lib.__file__.rpartition("/podracer/")[0])
+    assert run("whole") == 0
+    printed = capsys.readouterr().out
+    assert "a sweep" in printed
+    best = re.search(r"member_\d+: (--config.*)", printed)
+    assert best, printed
+    with monkeypatch.context() as patch:
+        Stops(patch, 2)
+        assert run("parts", "--quiet") == ExitCode.PREEMPTED
+    assert run("parts", "--quiet") == 0
+    rows = [without_times(read_rows(tmp_path / x)) for x in ("whole", "parts")]
+    assert rows[0] == rows[1]
+    assert evaluate.main(["evaluate", f"--workdir={tmp_path / 'whole'}", "--member=2"]) == 0
+    assert "member 2 of 3" in capsys.readouterr().out
+    assert run("parts", "--config.population=4", "--quiet") == 2
+    assert "population=3, not 4, which can't change" in capsys.readouterr().err

@@ -67,7 +67,7 @@ class AnakinProgram(NamedTuple):
         is donated: the step reuses its memory.
       evaluate: ``(AnakinState) -> Episodes``.
       env: the environment.
-      agent: the agent.
+      agent: the agent; of several, the first one.
       sizes: the numbers that follow from the configuration.
       mesh: the mesh over all devices.
       state: shapes and shardings of the state.
@@ -259,7 +259,7 @@ def make_program(
         ),
         evaluate=jax.jit(evaluate),
         env=env,
-        agent=builder.build(config, env.spec, sizes).agent,
+        agent=builder.build(config.alone(config.members[0]), env.spec, sizes).agent,
         sizes=sizes,
         mesh=mesh,
         state=mesh_lib.sharded_shapes(jax.eval_shape(jitted_init, start), mesh, specs),

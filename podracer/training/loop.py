@@ -145,7 +145,9 @@ class _Hooks:
         session.write(
             {**row, **rows.of_agents(rows.of_evaluation, episodes, self._config.members)}, clock
         )
-        score = float(episodes.ret.mean())
+        returns = episodes.ret.mean(-1)
+        # Of a sweep, the weights that are kept are those with which its best agent was best.
+        score = float(returns.max() if self._config.sweep else returns.mean())
         with clock.measure("checkpoint"):
             improves = session.improves(score)
         if improves:

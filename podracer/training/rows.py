@@ -89,14 +89,17 @@ def of_learner(metrics: learner.Metrics) -> Row:
 
 
 def of_training(metrics: CallMetrics) -> Row:
-    if not isinstance(metrics.alive, tuple) and not metrics.alive[-1]:
-        return {"train/diverged": 1.0}
+    diverged: Row = {}
+    if not isinstance(metrics.alive, tuple):
+        diverged["train/diverged"] = float(not metrics.alive[-1])
+        if not metrics.alive[-1]:
+            return diverged
     episodes, ret, length = (float(x.sum()) for x in metrics.episodes)
     row = {**of_learner(metrics.learner), "train/episodes": round(episodes)}
     if episodes:
         row["train/episode_return"] = ret / episodes
         row["train/episode_length"] = length / episodes
-    return {**row, **dict(metrics.host)}
+    return {**row, **diverged, **dict(metrics.host)}
 
 
 def of_evaluation(episodes: Episodes) -> Row:
@@ -158,7 +161,7 @@ def _sweep_summary(last: Row, config: Config) -> dict[str, Any]:
             "seed": member.seed,
             **member.settings,
             "eval_return_mean": last[f"{member.name}/eval/episode_return"],
-            "diverged": f"{member.name}/train/diverged" in last,
+            "diverged": last.get(f"{member.name}/train/diverged") == 1,
         }
         for member in config.members
     ]

@@ -92,7 +92,7 @@ def run(config: Any, batch: int, way: str) -> dict[str, Any]:
     config.update(changes)
     parsed = config_lib.parse(config)
     result = anakin.train(parsed, quiet=True)
-    names = [f"seed_{seed}/" if parsed.num_seeds > 1 else "" for seed in parsed.seeds]
+    names = [f"{x.name}/" if parsed.num_seeds > 1 else "" for x in parsed.members]
 
     def values(name: str, metric: str) -> list[float]:
         return [row[f"{name}{metric}"] for row in result.metrics if f"{name}{metric}" in row]

@@ -142,7 +142,7 @@ def test_agents_may_differ_in_every_number_of_the_maths(agent):
         ),
         pytest.param(
             "dqn",
-            {"discount": [0.5, 0.9], "replay": {"priority_exponent": [0.2, 0.9]}},
+            {"dqn": {"epsilon": [0.1]}, "replay": {"priority_exponent": [0.2, 0.9]}},
             marks=pytest.mark.slow,
         ),
         pytest.param(

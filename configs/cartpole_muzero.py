@@ -5,10 +5,9 @@
 Returns bootstrap from the target network, because the values that searches found while acting soon
 are those of a worse policy. Without normalised observations seed 2 ends at 303.
 
-Result: the final, greedy evaluation of 32 episodes is 500 with the seeds 1 to 5, but 361 with seed
-0 and 80 with seed 6, which was at 500 before: learning is not stable yet. A discount of 0.99, or
-the search "muzero" with 16 simulations, is no better. Hardware: 2 cores of an AMD EPYC beside two
-other runs, 44 to 84 seconds, of which 5 to 20 to compile.
+Result: the final, greedy evaluation is 500, 223, 500 and 424 with the seeds 0, 1, 2 and 6: learning
+is not stable yet. docs/muzero.md has what was tried. Hardware: one core of an AMD EPYC beside
+another run, 72 to 95 seconds, compilation included.
 """
 
 import ml_collections

@@ -157,7 +157,7 @@ class Config(AgentSections):
         if self.seed + self.num_seeds > 2**32:
             raise ConfigError(f"seed must be below 2^32, got {self.seed + self.num_seeds - 1}")
         # Built here once, so that their impossible settings are rejected before anything starts.
-        _ = self.optimization, self.gradient_steps, self.settings
+        _ = self.optimization, self.gradient_steps
         self._check_members()
 
     def _check_members(self) -> None:

@@ -164,10 +164,10 @@ def check(members: Sequence[Member], allowed: Mapping[str, bool]) -> None:
             )
 
 
-def replace(record: RecordT, values: Mapping[str, Any]) -> RecordT:
+def replace(record: Any, values: Mapping[str, Any]) -> Any:
     """A copy of a config with these values in place of others, by dotted name; it is checked as any
     config."""
-    return dataclasses.replace(record, **_nested(record, values, replace))  # pyright: ignore
+    return dataclasses.replace(record, **_nested(record, values, replace))
 
 
 def trace(record: RecordT, values: Mapping[str, Any]) -> RecordT:

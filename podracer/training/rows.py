@@ -17,6 +17,8 @@ from podracer.types import Row
 
 # Members of a sweep that its report shows.
 SHOWN = 5
+# What to do about a run that diverges.
+ADVICE = "a lower learning_rate or max_grad_norm, or normalize_observations, may help"
 
 
 class CallMetrics(NamedTuple):
@@ -45,8 +47,7 @@ def check_alive(alive: np.ndarray, first_update: int, sizes: Sizes) -> None:
         raise DivergedError(
             f"a loss or gradient of each of the {len(alive)} agents became NaN or infinite, of the "
             f"last one before environment step {(update + 1) * sizes.steps_per_update:,} (update "
-            f"{update}); a lower learning_rate or max_grad_norm, or normalize_observations, may "
-            "help"
+            f"{update}); {ADVICE}"
         )
 
 
@@ -68,8 +69,7 @@ def check_finite(losses: dict[str, Any], first_update: int, sizes: Sizes) -> Non
     names = sorted(name for name, x in bad.items() if x[update])
     raise DivergedError(
         f"{', '.join(names)} became NaN or infinite between environment steps {start:,} and "
-        f"{start + sizes.steps_per_update:,} (update {first_update + update}); a lower "
-        "learning_rate or max_grad_norm, or normalize_observations, may help"
+        f"{start + sizes.steps_per_update:,} (update {first_update + update}); {ADVICE}"
     )
 
 

@@ -16,7 +16,8 @@ from flax import struct
 from podracer.acting import unroll
 from podracer.acting.evaluation import make_evaluation
 from podracer.acting.statistics import Episodes
-from podracer.config import Config, Sizes, members
+from podracer.config import Config, members
+from podracer.config.sizes import Sizes
 from podracer.distributed import mesh as mesh_lib
 from podracer.training import builder, memory
 from podracer.training.builder import Components
@@ -29,11 +30,12 @@ from podracer.xla_cpu import prng
 class AnakinState(struct.PyTreeNode):
     """All state of an Anakin run, which is what a checkpoint holds.
 
-    If several agents learn at once, they are the first axis of every array.
+    If several agents learn at once, they are the first axis of every array, and spread over the
+    groups of devices.
 
     Attributes:
-      train: the learner's state, the same on every device.
-      rollout: the environments, sharded over devices.
+      train: the learner's state, the same on every device of a group.
+      rollout: the environments, sharded over the devices of a group.
       source: the state of the agent's ``Source``, sharded with the environments.
       key: the run's random key. It never changes: every other key is folded from it and
         ``train.step``.
@@ -53,9 +55,10 @@ class AnakinState(struct.PyTreeNode):
 
 def state_specs(num_agents: int) -> Any:
     """How the state of ``num_agents`` agents is sharded over the mesh."""
-    environments: Any = mesh_lib.SHARDED if num_agents == 1 else mesh_lib.SHARDED_SECOND
-    replicated: Any = mesh_lib.REPLICATED
-    return AnakinState(replicated, environments, environments, replicated, replicated, replicated)
+    several = num_agents > 1
+    environments: Any = mesh_lib.AGENTS_SHARDED if several else mesh_lib.SHARDED
+    rest: Any = mesh_lib.AGENTS if several else mesh_lib.REPLICATED
+    return AnakinState(rest, environments, environments, rest, rest, rest)
 
 
 class AnakinProgram(NamedTuple):
@@ -96,10 +99,17 @@ class AnakinProgram(NamedTuple):
     def layout(self) -> dict[str, str]:
         """What runs on which devices, in words."""
         sizes, device = self.sizes, self.devices[0]
-        per_device = f"{sizes.num_devices} x {sizes.envs_per_device:,}"
+        groups = sizes.num_groups
+        devices = {"devices": f"{sizes.num_devices} x {device.device_kind} ({device.platform})"}
+        per_device = f"{sizes.num_devices // groups} x {sizes.envs_per_device:,}"
+        environments = f"{sizes.num_envs:,} = {per_device}"
+        if sizes.num_agents == 1:
+            return {**devices, "environments": environments}
+        each = sizes.num_agents // groups
         return {
-            "devices": f"{sizes.num_devices} x {device.device_kind} ({device.platform})",
-            "environments": f"{sizes.num_envs:,} = {per_device}",
+            **devices,
+            "agents": f"{sizes.num_agents:,} = {groups} x {each:,}, by groups of devices",
+            "environments": f"{environments}, for each agent",
         }
 
 
@@ -218,6 +228,17 @@ def make_step(
     return step
 
 
+def _of_several(init: Callable[[Start], AnakinState]) -> Callable[[Start], AnakinState]:
+    """The initial state of the agents of a device's group, of what all agents begin with."""
+
+    def init_own(starts: Start) -> AnakinState:
+        # One agent after another: jaxlib 0.10 factors batches of matrices, which orthogonal
+        # initialisation needs, on the threads that its CPU devices already occupy: a deadlock.
+        return jax.lax.map(init, mesh_lib.own_agents(starts))
+
+    return init_own
+
+
 def make_program(
     config: Config, env: Environment, sizes: Sizes, mesh: jax.sharding.Mesh
 ) -> AnakinProgram:
@@ -236,28 +257,37 @@ def make_program(
     def build(settings: dict[str, Array]) -> Components:
         return builder.build(members.trace(config, settings), env.spec, sizes)
 
+    in_group = sizes.num_devices // sizes.num_groups
+
     def evaluate(state: AnakinState) -> Episodes:
         key = builder.evaluation_key(state.key, state.train.step)
         agent = build(state.settings).agent
-        return make_evaluation(env, agent, mesh, config.evaluation)(state.train.weights, key)
+        play = make_evaluation(env, agent, in_group, config.evaluation)
+        return play(state.train.weights, key)
 
     start = make_start(config, mesh.devices.flat[0].platform)
     several = sizes.num_agents > 1
-    replicated, specs = mesh_lib.REPLICATED, state_specs(sizes.num_agents)
     init = make_init(env, build, sizes, stagger=config.stagger, several=several)
     step = make_step(env, build, sizes, whole_episodes=config.whole_episodes, several=several)
     if several:
-        # One agent after another: jaxlib 0.10 factors batches of matrices, which orthogonal
-        # initialisation needs, on the threads that its CPU devices already occupy: a deadlock.
-        init = partial(jax.lax.map, init)
-        step, evaluate = jax.vmap(step), jax.vmap(evaluate)
+        init, step, evaluate = _of_several(init), jax.vmap(step), jax.vmap(evaluate)
+
+    # What the host reads is the same on every device.
+    def step_all(state: AnakinState) -> tuple[AnakinState, CallMetrics]:
+        state, metrics = step(state)
+        return state, mesh_lib.gather_agents(metrics)
+
+    def evaluate_all(state: AnakinState) -> Episodes:
+        return mesh_lib.gather_agents(evaluate(state))
+
+    specs, replicated = state_specs(sizes.num_agents), mesh_lib.REPLICATED
     jitted_init = jax.jit(mesh_lib.per_device(init, mesh, replicated, specs))
     return AnakinProgram(
         init=jitted_init,
         step=jax.jit(
-            mesh_lib.per_device(step, mesh, (specs,), (specs, replicated)), donate_argnums=0
+            mesh_lib.per_device(step_all, mesh, (specs,), (specs, replicated)), donate_argnums=0
         ),
-        evaluate=jax.jit(evaluate),
+        evaluate=jax.jit(mesh_lib.per_device(evaluate_all, mesh, (specs,), replicated)),
         env=env,
         agent=builder.build(config.alone(config.members[0]), env.spec, sizes).agent,
         sizes=sizes,

@@ -15,7 +15,8 @@ import optax
 from podracer import envs
 from podracer.acting.policy import Policy
 from podracer.agents import AGENTS
-from podracer.config import Config, Sizes
+from podracer.config import Config
+from podracer.config.sizes import Sizes
 from podracer.distributed import mesh as mesh_lib
 from podracer.errors import ConfigError
 from podracer.learning.learner import Update, make_update

@@ -9,8 +9,9 @@ import numpy as np
 
 from podracer.acting.policy import Policy
 from podracer.acting.statistics import Episodes
-from podracer.config import Config, Sizes
+from podracer.config import Config
 from podracer.config.members import Member
+from podracer.config.sizes import Sizes
 from podracer.distributed import drift
 from podracer.distributed import mesh as mesh_lib
 from podracer.distributed.signals import Interrupted
@@ -248,7 +249,8 @@ def run(
         hooks.save_last(state, sizes.last(progress.update))
         summary = {**rows.summarize_run(session.rows[-1], config, clock), **report(session.rows)}
     session.finish(summary)
-    return Result(state.train.weights, session.rows, summary, make_policy(state.train.weights))
+    weights = mesh_lib.replicate(state.train.weights, mesh)
+    return Result(weights, session.rows, summary, make_policy(weights))
 
 
 def _is_due(every: int, before: int, after: int) -> bool:

@@ -7,8 +7,9 @@ import jax
 import numpy as np
 
 from podracer.acting.statistics import Episodes, EpisodeSums, summarize
-from podracer.config import Config, Sizes
+from podracer.config import Config
 from podracer.config.members import Member
+from podracer.config.sizes import Sizes
 from podracer.errors import DivergedError
 from podracer.learning import learner
 from podracer.monitoring.curves import mean_and_interval

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 from podracer import config as config_lib
-from podracer.anakin.program import AnakinProgram, AnakinState, make_program, make_start
+from podracer.anakin.program import AnakinProgram, make_program
+from podracer.anakin.state import AnakinState, make_start
 from podracer.config import Config
 from podracer.config.sizes import Sizes, make_sizes
 from podracer.distributed import mesh as mesh_lib

@@ -8,7 +8,8 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from podracer import config as config_lib
-from podracer.anakin.program import AnakinProgram, AnakinState, make_program, make_start
+from podracer.anakin.program import AnakinProgram, make_program
+from podracer.anakin.state import AnakinState, make_start
 from podracer.config import Config
 from podracer.config.sizes import auto_cpu_devices, make_sizes
 from podracer.distributed import mesh as mesh_lib
@@ -17,6 +18,7 @@ from podracer.monitoring import writers
 from podracer.training import builder, loop
 from podracer.training.options import RunOptions
 from podracer.training.start import compile_and_restore, open_session
+from podracer.training.sweep_report import make_report
 from podracer.xla_cpu import malloc
 
 
@@ -61,6 +63,7 @@ def train(
             clock=clock,
             mesh=program.mesh,
             make_policy=partial(builder.make_policy, parsed, program.agent, program.env),
+            report=partial(make_report, parsed),
         )
 
 

@@ -23,6 +23,7 @@ from podracer.config.sections import (
     EvaluationConfig,
     LoggingConfig,
     SebulbaConfig,
+    SelectionConfig,
 )
 from podracer.distributed.joining import HostsConfig
 from podracer.errors import ConfigError, unknown
@@ -66,6 +67,7 @@ class Config(AgentSections):
       population: number of points of the sweep that are drawn at random, from lists or from
         distributions such as "log_uniform(1e-5, 1e-2)" and "uniform(0.9, 1)"; 0 takes every
         combination.
+      selection: see ``SelectionConfig``.
       total_steps: environment steps to train for, over all devices, rounded up to whole calls (see
         ``updates_per_call``).
       num_envs: number of environments, over all devices. With remote environments (see ``remote``),
@@ -108,6 +110,7 @@ class Config(AgentSections):
     num_seeds: int = 1
     sweep: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     population: int = 0
+    selection: SelectionConfig = dataclasses.field(default_factory=SelectionConfig)
     total_steps: int = 500_000
     num_envs: int = 64
     unroll_length: int = 128
@@ -161,16 +164,24 @@ class Config(AgentSections):
 
     def _check_members(self) -> None:
         """Checks the config of each member of a sweep as any other."""
-        if not self.sweep:
-            if self.population:
-                raise ConfigError(
-                    f"population={self.population} draws points of a sweep, but sweep is empty; "
-                    "for agents that differ in their seed alone, set num_seeds"
-                )
-            return
+        if self.population and not self.sweep:
+            raise ConfigError(
+                f"population={self.population} draws points of a sweep, but sweep is empty; "
+                "for agents that differ in their seed alone, set num_seeds"
+            )
         members = self.members
-        members_lib.check(members, members_lib.scalars(self, ("replay", self.agent)))
-        for member in members[:: self.num_seeds]:
+        points = members[:: self.num_seeds]
+        if self.selection.every:
+            if int(len(members) * self.selection.share) == 0:
+                raise ConfigError(
+                    f"selection.share={self.selection.share} of {len(members)} agents is none; "
+                    "train more of them, by sweep and population or num_seeds, or raise it"
+                )
+            points += members_lib.ends(self.sweep, self.seed)
+        if not self.sweep:
+            return
+        members_lib.check(points, members_lib.scalars(self, ("replay", self.agent)))
+        for member in points:
             try:
                 self.alone(member)
             except ConfigError as error:
@@ -190,7 +201,7 @@ class Config(AgentSections):
     def alone(self, member: Member) -> "Config":
         """The config of a run that trains this member alone."""
         one = {"seed": member.seed, "num_seeds": 1, "sweep": {}, "population": 0}
-        return members_lib.replace(self, {**member.settings, **one})
+        return members_lib.replace(self, {**member.settings, **one, "selection.every": 0})
 
     @property
     def optimization(self) -> OptimizerConfig:

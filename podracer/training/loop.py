@@ -74,7 +74,8 @@ class _RowLog:
             "step": step,
             "wall_time": self._clock.total(),
             "time/steps_per_second": rate * len(self._members),
-            **rows.of_agents(rows.of_training, metrics, self._members),
+            **rows.of_agents(rows.of_training, metrics._replace(selected=()), self._members),
+            **rows.of_selection(metrics.selected, self._members),
         }
 
     def flush(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 from podracer import anakin
 from podracer import config as config_lib
 from podracer.anakin import trainer
-from podracer.anakin.program import make_start
+from podracer.anakin.state import make_start
 from podracer.config.sizes import make_sizes
 from podracer.errors import ConfigError
 from podracer.monitoring import dashboard

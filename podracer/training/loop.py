@@ -197,9 +197,8 @@ def run(
 ) -> Result:
     """Calls ``step`` until the run is finished or a signal asks it to stop.
 
-    The metrics of a call are read while the next one runs, so that devices never wait for the host.
-    JAX's transfer guard rejects every implicit transfer between host and devices (see
-    docs/accelerators.md). A state is saved only after its metrics were found to be finite.
+    The metrics of a call are read while the next one runs, and a state is saved only after they
+    were found to be finite. JAX's transfer guard rejects implicit transfers (docs/accelerators.md).
 
     Args:
       state: the state to train from, whose ``train`` is a ``TrainState``; it is donated.
@@ -211,7 +210,7 @@ def run(
       clock: measures what time is spent on; it already contains the time of compilation.
       mesh: the devices that learn.
       make_policy: makes the policy from the trained weights.
-      report: computes further values for the summary from all rows.
+      report: further values of the summary, from all rows.
 
     Raises:
       DivergedError: a loss or gradient became NaN or infinite; written files are kept.
@@ -250,8 +249,8 @@ def run(
         hooks.save_last(state, sizes.last(progress.update))
         summary = {**rows.summarize_run(session.rows[-1], config, clock), **report(session.rows)}
     session.finish(summary)
-    weights = mesh_lib.replicate(state.train.weights, mesh)
-    return Result(weights, session.rows, summary, make_policy(weights))
+    whole = mesh_lib.replicate(state.train.weights, mesh)
+    return Result(whole, session.rows, summary, make_policy(whole))
 
 
 def _is_due(every: int, before: int, after: int) -> bool:

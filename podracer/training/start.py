@@ -6,8 +6,7 @@ from typing import Any, Protocol, TypeVar
 
 from etils import epath
 
-from podracer.config import Config
-from podracer.config.sizes import Sizes
+from podracer.config import Config, Sizes
 from podracer.distributed import processes
 from podracer.distributed.processes import Processes
 from podracer.monitoring.metrics import Clock

@@ -23,7 +23,8 @@ from jax import Array
 from podracer import config as config_lib
 from podracer.acting import unroll
 from podracer.anakin.trainer import compile_program, prepare
-from podracer.config import Config, Sizes
+from podracer.config import Config
+from podracer.config.sizes import Sizes
 from podracer.distributed import mesh as mesh_lib
 from podracer.types import Environment
 from podracer.xla_cpu import prng

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import jax
 from absl import flags
 
-from podracer import config
+from podracer.config.sizes import cpu_cores
 from podracer.errors import ConfigError, run_command
 from podracer.remote import access
 from podracer.remote.worker import WorkerOptions, end_on_sigterm, end_with_stdin, print_line, work
@@ -19,7 +19,7 @@ from podracer.training import command_line
 FLAGS: dict[str, command_line.Flag] = {
     "connect": (flags.DEFINE_list, None, "HOST:PORT of the learner's machine, or of several"),
     "num_envs": (flags.DEFINE_integer, 64, "Number of environments"),
-    "num_pools": (flags.DEFINE_integer, config.cpu_cores(), "Pools that step independently"),
+    "num_pools": (flags.DEFINE_integer, cpu_cores(), "Pools that step independently"),
     "allow_env": (
         flags.DEFINE_string,
         None,
@@ -47,7 +47,7 @@ def _command(argv: Sequence[str]) -> None:
     # A worker needs no accelerator, and must not take one from another process.
     jax.config.update("jax_platforms", "cpu")
     log = (lambda _: None) if quiet else print_line
-    work(WorkerOptions(**given, num_threads=config.cpu_cores()), log)
+    work(WorkerOptions(**given, num_threads=cpu_cores()), log)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,8 +10,10 @@ import jax
 import numpy as np
 
 from podracer import config as config_lib
-from podracer.anakin.program import AnakinProgram, AnakinState, make_program, make_start
-from podracer.config import Config, Sizes
+from podracer.anakin.program import AnakinProgram, make_program
+from podracer.anakin.state import AnakinState, make_start
+from podracer.config import Config
+from podracer.config.sizes import Sizes, make_sizes
 from podracer.distributed import mesh as mesh_lib
 from podracer.training import builder
 from podracer.types import ENVS_AXIS, Trajectory
@@ -40,7 +42,7 @@ def make_config(**changes: Any) -> Config:
 def make_anakin(config: Config, num_devices: int = 1) -> tuple[AnakinProgram, Sizes]:
     """Program and sizes of a config on ``num_devices`` devices."""
     env = builder.make_environment(config)
-    sizes = config_lib.sizes(config, num_devices)
+    sizes = make_sizes(config, num_devices)
     mesh = mesh_lib.make_mesh(jax.devices()[:num_devices])
     return make_program(config, env, sizes, mesh), sizes
 

@@ -84,20 +84,16 @@ def play(
 
 
 def make_evaluation(
-    env: Environment, agent: Agent, mesh: jax.sharding.Mesh, config: EvaluationConfig
+    env: Environment, agent: Agent, num_devices: int, config: EvaluationConfig
 ) -> Callable[[Weights, Array], Episodes]:
-    """``(weights, key) -> Episodes``, to be jitted; episodes are spread over all devices."""
+    """``(weights, key) -> Episodes`` as each of ``num_devices`` devices runs it: each plays a share
+    of the episodes, and gets all of them."""
     env = env.evaluation or env
-    per_device = -(-config.episodes // mesh.size)
-
-    def local(weights: Weights, key: Array) -> Episodes:
-        ids = mesh_lib.device_index() * per_device + jnp.arange(per_device)
-        return mesh_lib.all_gather(play(env, agent, weights, key, ids, config))
-
-    replicated = mesh_lib.REPLICATED
-    spread = mesh_lib.per_device(local, mesh, (replicated, replicated), replicated)
+    share = -(-config.episodes // num_devices)
 
     def evaluate(weights: Weights, key: Array) -> Episodes:
-        return jax.tree.map(lambda x: x[: config.episodes], spread(weights, key))
+        ids = mesh_lib.device_index() * share + jnp.arange(share)
+        played = mesh_lib.all_gather(play(env, agent, weights, key, ids, config))
+        return jax.tree.map(lambda x: x[: config.episodes], played)
 
     return evaluate

@@ -10,7 +10,8 @@ from podracer.acting import host_unroll
 from podracer.acting.host_unroll import ActorState
 from podracer.acting.statistics import Episodes, HostEpisodes
 from podracer.acting.unroll import env_keys
-from podracer.config import Config, EvaluationConfig, cpu_cores
+from podracer.config import Config, EvaluationConfig
+from podracer.config.sizes import cpu_cores
 from podracer.envs import spaces
 from podracer.types import Agent, Array, HostEnvironment, Pool, TimeStep, Weights
 

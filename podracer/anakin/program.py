@@ -7,55 +7,25 @@ many updates in one call. Environments and weights never leave the devices.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from podracer.acting import unroll
 from podracer.acting.evaluation import make_evaluation
 from podracer.acting.statistics import Episodes
-from podracer.config import Config, Sizes, members
+from podracer.anakin.selection import make_select
+from podracer.anakin.state import AnakinState, Start, make_start, state_specs
+from podracer.config import Config, members
+from podracer.config.sizes import Sizes
 from podracer.distributed import mesh as mesh_lib
+from podracer.learning.selection import no_scores
 from podracer.training import builder, memory
 from podracer.training.builder import Components
 from podracer.training.memory import StateMemory
 from podracer.training.rows import CallMetrics
-from podracer.types import Agent, Array, ArrayTree, Device, Environment, Leaf, TrainState
-from podracer.xla_cpu import prng
-
-
-class AnakinState(struct.PyTreeNode):
-    """All state of an Anakin run, which is what a checkpoint holds.
-
-    If several agents learn at once, they are the first axis of every array.
-
-    Attributes:
-      train: the learner's state, the same on every device.
-      rollout: the environments, sharded over devices.
-      source: the state of the agent's ``Source``, sharded with the environments.
-      key: the run's random key. It never changes: every other key is folded from it and
-        ``train.step``.
-      settings: the settings in which the agents of a sweep differ, by dotted name; they never
-        change.
-      alive: ``[]`` bool, false once an agent has diverged, which from then on does not learn; if
-        there is only one agent, whose run ends then, ``()``.
-    """
-
-    train: TrainState
-    rollout: unroll.RolloutState
-    source: ArrayTree
-    key: Array
-    settings: dict[str, Array] = struct.field(default_factory=dict)
-    alive: Leaf = ()
-
-
-def state_specs(num_agents: int) -> Any:
-    """How the state of ``num_agents`` agents is sharded over the mesh."""
-    environments: Any = mesh_lib.SHARDED if num_agents == 1 else mesh_lib.SHARDED_SECOND
-    replicated: Any = mesh_lib.REPLICATED
-    return AnakinState(replicated, environments, environments, replicated, replicated, replicated)
+from podracer.types import Agent, Array, Device, Environment, TrainState
 
 
 class AnakinProgram(NamedTuple):
@@ -96,35 +66,18 @@ class AnakinProgram(NamedTuple):
     def layout(self) -> dict[str, str]:
         """What runs on which devices, in words."""
         sizes, device = self.sizes, self.devices[0]
-        per_device = f"{sizes.num_devices} x {sizes.envs_per_device:,}"
+        groups = sizes.num_groups
+        devices = {"devices": f"{sizes.num_devices} x {device.device_kind} ({device.platform})"}
+        per_device = f"{sizes.num_devices // groups} x {sizes.envs_per_device:,}"
+        environments = f"{sizes.num_envs:,} = {per_device}"
+        if sizes.num_agents == 1:
+            return {**devices, "environments": environments}
+        each = sizes.num_agents // groups
         return {
-            "devices": f"{sizes.num_devices} x {device.device_kind} ({device.platform})",
-            "environments": f"{sizes.num_envs:,} = {per_device}",
+            **devices,
+            "agents": f"{sizes.num_agents:,} = {groups} x {each:,}, by groups of devices",
+            "environments": f"{environments}, for each agent",
         }
-
-
-class Start(NamedTuple):
-    """What an agent begins with, or several agents, which are the first axis then.
-
-    Attributes:
-      key: its random key, ``[]``.
-      settings: see ``AnakinState``.
-    """
-
-    key: Array
-    settings: dict[str, Array]
-
-
-def make_start(config: Config, platform: str = "") -> Start:
-    """What the agents of a run begin with; ``platform`` is that of ``prng.key``."""
-    agents = config.members
-    settings = {
-        name: jnp.array([x.settings[name] for x in agents], jnp.float32)
-        for name in agents[0].settings
-    }
-    if len(agents) == 1:
-        settings = {name: x[0] for name, x in settings.items()}
-    return Start(prng.keys([x.seed for x in agents], platform), settings)
 
 
 # ``(settings) ->`` agent, optimizer and update of an agent with these settings of its own.
@@ -132,7 +85,7 @@ Build = Callable[[dict[str, Array]], Components]
 
 
 def make_init(
-    env: Environment, build: Build, sizes: Sizes, *, stagger: int, several: bool
+    env: Environment, build: Build, sizes: Sizes, *, stagger: int, several: bool, selects: bool
 ) -> Callable[[Start], AnakinState]:
     """``(start) -> AnakinState`` as each device runs it, for one agent.
 
@@ -142,6 +95,7 @@ def make_init(
       sizes: the run's sizes.
       stagger: the largest number of random actions before the first step; 0 takes none.
       several: whether the agent is one of several.
+      selects: whether agents copy others, see ``anakin.selection``.
     """
 
     def init(start: Start) -> AnakinState:
@@ -159,7 +113,8 @@ def make_init(
         _, trajectory, _ = jax.eval_shape(act, train.weights, envs, key)
         source = components.agent.source.init(trajectory)
         alive = jnp.bool_(True) if several else ()
-        return AnakinState(train, envs, source, key, start.settings, alive)
+        scores = no_scores(train.step) if selects else ()
+        return AnakinState(train, envs, source, key, start.settings, alive, scores)
 
     return init
 
@@ -213,9 +168,22 @@ def make_step(
         state, metrics = jax.lax.scan(one_update, state, length=sizes.updates_per_call)
         # Losses are already means over devices; episodes are summed here, once for all updates.
         episodes = mesh_lib.all_sum(metrics.episodes)
+        if not isinstance(state.scores, tuple):
+            state = state.replace(scores=state.scores.add(episodes.episodes, episodes.ret))
         return state, metrics._replace(episodes=episodes)
 
     return step
+
+
+def _of_several(init: Callable[[Start], AnakinState]) -> Callable[[Start], AnakinState]:
+    """The initial state of the agents of a device's group, of what all agents begin with."""
+
+    def init_own(starts: Start) -> AnakinState:
+        # One agent after another: jaxlib 0.10 factors batches of matrices, which orthogonal
+        # initialisation needs, on the threads that its CPU devices already occupy: a deadlock.
+        return jax.lax.map(init, mesh_lib.own_agents(starts))
+
+    return init_own
 
 
 def make_program(
@@ -236,28 +204,42 @@ def make_program(
     def build(settings: dict[str, Array]) -> Components:
         return builder.build(members.trace(config, settings), env.spec, sizes)
 
+    in_group = sizes.num_devices // sizes.num_groups
+
     def evaluate(state: AnakinState) -> Episodes:
         key = builder.evaluation_key(state.key, state.train.step)
         agent = build(state.settings).agent
-        return make_evaluation(env, agent, mesh, config.evaluation)(state.train.weights, key)
+        play = make_evaluation(env, agent, in_group, config.evaluation)
+        return play(state.train.weights, key)
 
     start = make_start(config, mesh.devices.flat[0].platform)
     several = sizes.num_agents > 1
-    replicated, specs = mesh_lib.REPLICATED, state_specs(sizes.num_agents)
-    init = make_init(env, build, sizes, stagger=config.stagger, several=several)
+    selects = config.selection.every > 0
+    select = make_select(config.selection, members.distributions(config.sweep) if selects else {})
+    init = make_init(env, build, sizes, stagger=config.stagger, several=several, selects=selects)
     step = make_step(env, build, sizes, whole_episodes=config.whole_episodes, several=several)
     if several:
-        # One agent after another: jaxlib 0.10 factors batches of matrices, which orthogonal
-        # initialisation needs, on the threads that its CPU devices already occupy: a deadlock.
-        init = partial(jax.lax.map, init)
-        step, evaluate = jax.vmap(step), jax.vmap(evaluate)
+        init, step, evaluate = _of_several(init), jax.vmap(step), jax.vmap(evaluate)
+
+    # What the host reads is the same on every device.
+    def step_all(state: AnakinState) -> tuple[AnakinState, CallMetrics]:
+        state, metrics = step(state)
+        if selects:
+            state, selected = select(state)
+            metrics = metrics._replace(selected=selected)
+        return state, mesh_lib.gather_agents(metrics)
+
+    def evaluate_all(state: AnakinState) -> Episodes:
+        return mesh_lib.gather_agents(evaluate(state))
+
+    specs, replicated = state_specs(sizes.num_agents), mesh_lib.REPLICATED
     jitted_init = jax.jit(mesh_lib.per_device(init, mesh, replicated, specs))
     return AnakinProgram(
         init=jitted_init,
         step=jax.jit(
-            mesh_lib.per_device(step, mesh, (specs,), (specs, replicated)), donate_argnums=0
+            mesh_lib.per_device(step_all, mesh, (specs,), (specs, replicated)), donate_argnums=0
         ),
-        evaluate=jax.jit(evaluate),
+        evaluate=jax.jit(mesh_lib.per_device(evaluate_all, mesh, (specs,), replicated)),
         env=env,
         agent=builder.build(config.alone(config.members[0]), env.spec, sizes).agent,
         sizes=sizes,

@@ -8,14 +8,16 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from podracer import config as config_lib
-from podracer.anakin.program import AnakinProgram, AnakinState, make_program, make_start
+from podracer.anakin.program import AnakinProgram, make_program
+from podracer.anakin.state import AnakinState, make_start
 from podracer.config import Config
+from podracer.config.sizes import auto_cpu_devices, make_sizes
 from podracer.distributed import mesh as mesh_lib
 from podracer.distributed.processes import Processes
-from podracer.monitoring import writers
 from podracer.training import builder, loop
 from podracer.training.options import RunOptions
 from podracer.training.start import compile_and_restore, open_session
+from podracer.training.sweep_report import make_report
 from podracer.xla_cpu import malloc
 
 
@@ -60,6 +62,7 @@ def train(
             clock=clock,
             mesh=program.mesh,
             make_policy=partial(builder.make_policy, parsed, program.agent, program.env),
+            report=partial(make_report, parsed),
         )
 
 
@@ -74,9 +77,8 @@ def prepare(config: Config, joined: Processes | None = None) -> AnakinProgram:
       ConfigError: an impossible setting.
     """
     joined = joined or Processes()
-    writers.check(config.logging)
     # Hosts may have different numbers of cores, but must have the same number of devices.
-    default = joined.broadcast(lambda: config_lib.auto_cpu_devices(config, joined.count))
+    default = joined.broadcast(lambda: auto_cpu_devices(config, joined.count))
     # This precedes the environment: its constructor may use JAX, which fixes the number of devices.
     devices = mesh_lib.initialize_devices(
         config.cpu_devices or default, required=config.cpu_devices > 0
@@ -84,8 +86,8 @@ def prepare(config: Config, joined: Processes | None = None) -> AnakinProgram:
     if devices[0].platform == "cpu":
         malloc.keep_freed_memory()
     env = builder.make_environment(config)
-    sizes = config_lib.sizes(config, len(devices))
-    program = make_program(config, env, sizes, mesh_lib.make_mesh(devices))
+    sizes = make_sizes(config, len(devices))
+    program = make_program(config, env, sizes, mesh_lib.make_mesh(devices, sizes.num_groups))
     # Tracing finds shapes that don't fit each other, without compiling.
     program.step.trace(program.state)
     return program

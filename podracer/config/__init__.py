@@ -1,12 +1,11 @@
-"""A run's configuration: every setting, and the sizes that follow from them.
+"""A run's configuration: every setting.
 
 A config file starts from ``default_config()`` and changes it; ``parse`` turns the result into a
-frozen ``Config``, and ``sizes`` derives every number that follows. Neither changes its argument.
+frozen ``Config``, from which ``make_sizes`` of ``config.sizes`` derives every number that follows.
+Neither changes its argument.
 """
 
 import dataclasses
-import math
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +23,7 @@ from podracer.config.sections import (
     EvaluationConfig,
     LoggingConfig,
     SebulbaConfig,
+    SelectionConfig,
 )
 from podracer.distributed.joining import HostsConfig
 from podracer.errors import ConfigError, unknown
@@ -67,6 +67,7 @@ class Config(AgentSections):
       population: number of points of the sweep that are drawn at random, from lists or from
         distributions such as "log_uniform(1e-5, 1e-2)" and "uniform(0.9, 1)"; 0 takes every
         combination.
+      selection: see ``SelectionConfig``.
       total_steps: environment steps to train for, over all devices, rounded up to whole calls (see
         ``updates_per_call``).
       num_envs: number of environments, over all devices. With remote environments (see ``remote``),
@@ -109,6 +110,7 @@ class Config(AgentSections):
     num_seeds: int = 1
     sweep: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     population: int = 0
+    selection: SelectionConfig = dataclasses.field(default_factory=SelectionConfig)
     total_steps: int = 500_000
     num_envs: int = 64
     unroll_length: int = 128
@@ -162,16 +164,24 @@ class Config(AgentSections):
 
     def _check_members(self) -> None:
         """Checks the config of each member of a sweep as any other."""
-        if not self.sweep:
-            if self.population:
-                raise ConfigError(
-                    f"population={self.population} draws points of a sweep, but sweep is empty; "
-                    "for agents that differ in their seed alone, set num_seeds"
-                )
-            return
+        if self.population and not self.sweep:
+            raise ConfigError(
+                f"population={self.population} draws points of a sweep, but sweep is empty; "
+                "for agents that differ in their seed alone, set num_seeds"
+            )
         members = self.members
-        members_lib.check(members, members_lib.scalars(self, ("replay", self.agent)))
-        for member in members[:: self.num_seeds]:
+        points = members[:: self.num_seeds]
+        if self.selection.every:
+            if int(len(members) * self.selection.share) == 0:
+                raise ConfigError(
+                    f"selection.share={self.selection.share} of {len(members)} agents is none; "
+                    "train more of them, by sweep and population or num_seeds, or raise it"
+                )
+            points += members_lib.ends(self.sweep, self.seed)
+        if not self.sweep:
+            return
+        members_lib.check(points, members_lib.scalars(self, ("replay", self.agent)))
+        for member in points:
             try:
                 self.alone(member)
             except ConfigError as error:
@@ -191,7 +201,7 @@ class Config(AgentSections):
     def alone(self, member: Member) -> "Config":
         """The config of a run that trains this member alone."""
         one = {"seed": member.seed, "num_seeds": 1, "sweep": {}, "population": 0}
-        return members_lib.replace(self, {**member.settings, **one})
+        return members_lib.replace(self, {**member.settings, **one, "selection.every": 0})
 
     @property
     def optimization(self) -> OptimizerConfig:
@@ -275,120 +285,3 @@ def _merge(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, 
         if isinstance(default, Mapping) and isinstance(values.get(key), Mapping)
     }
     return {**defaults, **values, **sections}
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Every number that follows from a config and the number of devices.
-
-    Attributes:
-      num_agents: number of agents that learn at once; all other numbers are those of one.
-      num_devices: number of devices that learn, over all hosts.
-      num_envs: number of environments, over all devices.
-      envs_per_device: number of environments of each device.
-      unroll_length: steps that each environment takes between two updates (T).
-      steps_per_update: environment steps of one update, over all devices.
-      num_updates: number of updates of the run.
-      updates_per_call: number of updates of one call of the compiled program.
-      num_calls: number of these calls.
-      total_steps: environment steps of the run: the config's ``total_steps``, rounded up to whole
-        calls.
-    """
-
-    num_agents: int
-    num_devices: int
-    num_envs: int
-    envs_per_device: int
-    unroll_length: int
-    steps_per_update: int
-    num_updates: int
-    updates_per_call: int
-    num_calls: int
-    total_steps: int
-
-    def calls(self, first: int) -> range:
-        """The number of the first update of each call, from update ``first`` on."""
-        return range(first, self.num_updates, self.updates_per_call)
-
-    def last(self, first: int) -> int:
-        """Number of updates done after these calls."""
-        return first + len(self.calls(first)) * self.updates_per_call
-
-
-def sizes(config: Config, num_devices: int, num_threads: int = 0) -> Sizes:
-    """Derives all sizes.
-
-    Args:
-      config: the run's configuration.
-      num_devices: number of devices that learn.
-      num_threads: number of actor threads, each of which splits its batch over all devices; 0 for
-        environments written in JAX.
-
-    Raises:
-      ConfigError: the environments do not divide evenly over devices and threads.
-    """
-    divisor = num_devices * max(1, num_threads)
-    if config.num_envs % divisor:
-        threads = f" times {num_threads} actor threads" if num_threads else ""
-        raise ConfigError(
-            f"num_envs={config.num_envs} does not divide evenly over {num_devices} devices"
-            f"{threads}; {_nearest_multiple(config.num_envs, divisor)} would, and "
-            f"{config.num_envs} divides over "
-            f"{_divisors(config.num_envs, max(1, num_threads))} devices"
-        )
-    steps_per_update = config.steps_per_update
-    updates = math.ceil(config.total_steps / steps_per_update)
-    rows = 3000 if num_threads else 100
-    chosen = max(1, min(updates // rows, 100))
-    if config.remote.num_envs:
-        # Between calls, a run that waits for workers can be stopped.
-        chosen = 1
-    per_call = min(config.updates_per_call or chosen, updates)
-    calls = math.ceil(updates / per_call)
-    return Sizes(
-        num_agents=len(config.members),
-        num_devices=num_devices,
-        num_envs=config.num_envs,
-        envs_per_device=config.num_envs // num_devices,
-        unroll_length=config.unroll_length,
-        steps_per_update=steps_per_update,
-        num_updates=calls * per_call,
-        updates_per_call=per_call,
-        num_calls=calls,
-        total_steps=calls * per_call * steps_per_update,
-    )
-
-
-def _nearest_multiple(n: int, divisor: int) -> int:
-    return max(1, round(n / divisor)) * divisor
-
-
-def _divisors(num_envs: int, num_threads: int) -> str:
-    """The first eight numbers of devices that the environments divide evenly over."""
-    found = [n for n in range(1, num_envs + 1) if num_envs % (n * num_threads) == 0]
-    return ", ".join(map(str, found[:8])) or "no number of"
-
-
-def cpu_cores() -> int:
-    """Number of CPU cores that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
-
-
-def auto_cpu_devices(config: Config, hosts: int = 1) -> int:
-    """How many devices a host's CPU is split into by default: two where that is faster, else one.
-
-    Two devices compute the two halves of a minibatch at once, but synchronise at every gradient
-    step. That pays off from 256 transitions for each device and gradient step
-    (benchmarks/README.md). It was measured on two cores only; ``cpu_devices`` sets other numbers.
-
-    Args:
-      config: the run's configuration.
-      hosts: number of hosts.
-    """
-    devices = 2
-    total = devices * hosts
-    steps = config.gradient_steps
-    divides = config.num_envs % total == 0 and steps.parts % total == 0
-    enough = steps.transitions >= 256 * total
-    return devices if cpu_cores() >= devices and enough and divides else 1

@@ -18,8 +18,9 @@ import numpy as np
 
 from podracer.errors import ConfigError
 from podracer.learning.scalars import OFF_AT_ZERO, SAME_FOR_ALL, RecordT, substitute
+from podracer.learning.selection import Distribution
 
-_DISTRIBUTION = re.compile(r"(log_uniform|uniform)\(([^,]+),([^,]+)\)")
+_PATTERN = re.compile(r"(log_uniform|uniform)\(([^,]+),([^,]+)\)")
 
 
 class Member(NamedTuple):
@@ -67,6 +68,32 @@ def expand(sweep: Mapping[str, Any], population: int, seeds: Sequence[int]) -> t
     return tuple(Member(f"member_{i}", seed, settings) for i, (settings, seed) in enumerate(pairs))
 
 
+def distributions(sweep: Mapping[str, Any]) -> dict[str, Distribution]:
+    """What the settings of a sweep are drawn from, by dotted name.
+
+    Raises:
+      ConfigError: a setting has a list of values.
+    """
+    parsed = {name: _parse(name, x, population=1) for name, x in _flatten(sweep)}
+    for name, values in parsed.items():
+        if isinstance(values, list):
+            raise ConfigError(
+                f"sweep.{name} is a list, but population-based training changes settings between "
+                'two numbers: give it as "uniform(LOW, HIGH)" or "log_uniform(LOW, HIGH)"'
+            )
+    return {name: x for name, x in parsed.items() if isinstance(x, Distribution)}
+
+
+def ends(sweep: Mapping[str, Any], seed: int) -> tuple[Member, ...]:
+    """Two members with the smallest and the largest settings that population-based training may
+    choose."""
+    found = distributions(sweep)
+    return tuple(
+        Member(name, seed, {key: getattr(x, name) for key, x in found.items()})
+        for name in ("low", "high")
+    )
+
+
 def _flatten(sweep: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The settings of a sweep by their dotted names."""
     for name, value in sweep.items():
@@ -76,15 +103,7 @@ def _flatten(sweep: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{name}", value
 
 
-class _Distribution(NamedTuple):
-    """Numbers between two others, uniformly on a linear or a logarithmic scale."""
-
-    logarithmic: bool
-    low: float
-    high: float
-
-
-def _parse(name: str, values: Any, population: int) -> _Distribution | list[float]:
+def _parse(name: str, values: Any, population: int) -> Distribution | list[float]:
     """The distribution or the list of numbers that a sweep has for a setting."""
     if isinstance(values, str) and population:
         return _parse_distribution(name, values)
@@ -98,11 +117,11 @@ def _parse(name: str, values: Any, population: int) -> _Distribution | list[floa
     return [float(x) for x in numbers]
 
 
-def _parse_distribution(name: str, text: str) -> _Distribution:
-    match = _DISTRIBUTION.fullmatch(text.replace(" ", ""))
+def _parse_distribution(name: str, text: str) -> Distribution:
+    match = _PATTERN.fullmatch(text.replace(" ", ""))
     try:
         kind, low, high = match.groups() if match else ("", "", "")
-        found = _Distribution(kind == "log_uniform", float(low), float(high))
+        found = Distribution(kind == "log_uniform", float(low), float(high))
     except ValueError:
         raise ConfigError(
             f'sweep.{name} must be "uniform(LOW, HIGH)", "log_uniform(LOW, HIGH)" or a list of '
@@ -114,19 +133,14 @@ def _parse_distribution(name: str, text: str) -> _Distribution:
     return found
 
 
-def _draw(name: str, values: _Distribution | list[float], count: int, seed: int) -> list[float]:
+def _draw(name: str, values: Distribution | list[float], count: int, seed: int) -> list[float]:
     """As many values of a setting, which do not depend on the other settings of the sweep, nor the
     first ones on their number."""
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
     if isinstance(values, list):
         return [values[i] for i in rng.integers(len(values), size=count)]
-    bounds = np.array([values.low, values.high])
-    if values.logarithmic:
-        drawn = np.exp(rng.uniform(*np.log(bounds), size=count))
-    else:
-        drawn = rng.uniform(*bounds, size=count)
     # Short enough to be typed.
-    return [float(f"{x:.6g}") for x in drawn]
+    return [float(f"{x:.6g}") for x in values.at(rng.uniform(size=count))]
 
 
 def scalars(record: Any, sections: Collection[str], prefix: str = "") -> dict[str, bool]:

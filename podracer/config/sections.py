@@ -50,6 +50,35 @@ class EvaluationConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class SelectionConfig:
+    """Population-based training, see ``learning.selection``.
+
+    Attributes:
+      every: number of updates between two selections, rounded up to whole calls (see
+        ``Config.updates_per_call``); 0 selects never. A selection also waits until every agent has
+        ended an episode since the last one.
+      share: the share of the agents that copies others, in (0, 0.5].
+      step: how far the settings of an agent that has copied another one then move up or down, as a
+        share of what they were drawn from (of its logarithm, if it is logarithmic).
+      resample: the probability that a setting is drawn again instead.
+    """
+
+    every: int = 0
+    share: float = 0.25
+    step: float = 0.1
+    resample: float = 0.25
+
+    def __post_init__(self):
+        if self.every < 0:
+            raise ConfigError(f"selection.every must not be negative, got {self.every}")
+        if not 0 < self.share <= 0.5:
+            raise ConfigError(f"selection.share must be in (0, 0.5], got {self.share}")
+        for key in ("step", "resample"):
+            if not 0 <= getattr(self, key) <= 1:
+                raise ConfigError(f"selection.{key} must be in [0, 1], got {getattr(self, key)}")
+
+
+@dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
     """When a run is saved, besides at its end, when it is stopped and at its best evaluation.
 

@@ -1,6 +1,6 @@
-"""Checks that all devices hold the same weights.
+"""Checks that all devices of a group hold the same weights.
 
-Gradients are averaged, so every device takes the same step from the same weights. A defective chip,
+Gradients are averaged, so each of them takes the same step from the same weights. A defective chip,
 or a program that differs between processes, makes the copies drift apart silently.
 """
 
@@ -22,21 +22,24 @@ def make_check(mesh: jax.sharding.Mesh) -> Callable[[Weights, int], None]:
     Each device computes the checksum of its own copy, and only the checksums are exchanged.
 
     Returns:
-      ``(weights, update) -> None`` for replicated weights and the number of updates done. It raises
-      ``DriftError`` if the copies differ.
+      ``(weights, update) -> None`` for the weights of one agent, or of several, of which each group
+      has its share, and the number of updates done. It raises ``DriftError`` if the copies differ.
     """
-    replicated = mesh_lib.REPLICATED
+    groups, devices_of_group = mesh.devices.shape
+    specs = mesh_lib.AGENTS if groups > 1 else mesh_lib.REPLICATED
 
     @jax.jit
     def sums(weights: Weights) -> jax.Array:
         def own(weights: Weights) -> jax.Array:
-            return mesh_lib.all_gather(checksum(named_arrays(weights))[None])
+            group = mesh_lib.all_gather(checksum(named_arrays(weights))[None])
+            return mesh_lib.gather_agents(group[None])
 
-        return mesh_lib.per_device(own, mesh, replicated, replicated)(weights)
+        return mesh_lib.per_device(own, mesh, specs, mesh_lib.REPLICATED)(weights)
 
     def check(weights: Weights, update: int) -> None:
-        if mesh.size > 1:
-            compare(jax.device_get(sums(weights)), list(mesh.devices.flat), update)
+        if devices_of_group > 1:
+            for group, devices in zip(jax.device_get(sums(weights)), mesh.devices, strict=True):
+                compare(group, list(devices), update)
 
     return check
 
@@ -46,7 +49,7 @@ def compare(sums: np.ndarray, devices: Sequence[Device], update: int) -> None:
 
     Args:
       sums: ``[devices]`` uint32, the checksum of each device's copy.
-      devices: the devices, in the same order.
+      devices: the devices of a group, in the same order.
       update: number of updates done, for the message.
     """
     counts = Counter(sums.tolist()).most_common()

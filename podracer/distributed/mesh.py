@@ -1,8 +1,9 @@
 """Devices: which of them a run uses, the mesh over them, and how they exchange data.
 
-This is the only module that names the mesh axis. A program runs on every device at once under
-``jax.shard_map``: each device has its own environments and the same weights, and gradients are
-averaged by ``all_mean``.
+This is the only module that names the axes of the mesh. A program runs on every device at once
+under ``jax.shard_map``: the devices of a group have environments of their own and the same weights,
+and gradients are averaged over them by ``all_mean``. There is one group, unless several agents
+learn in one program: then each group has agents of its own.
 
 Reproducibility: that the same command gives the same weights, bit for bit, was measured on CPUs
 only. On GPUs, XLA chooses kernels by timing them, and some kernels add in an order that varies from
@@ -27,12 +28,17 @@ from jax.sharding import PartitionSpec as P
 from podracer.errors import ConfigError
 from podracer.types import Array, ArrayTree, Device
 
-AXIS = "devices"
+GROUPS, AXIS = "groups", "devices"
 REPLICATED = P()
 SHARDED = P(AXIS)
-# For arrays whose second axis is that of the environments: trajectories, which are time-major, and
-# the environments of several agents.
+# For arrays whose second axis is that of the environments: trajectories, which are time-major.
 SHARDED_SECOND = P(None, AXIS)
+# For arrays whose first axis is that of several agents, and whose second one may be that of their
+# environments.
+AGENTS = P(GROUPS)
+AGENTS_SHARDED = P(GROUPS, AXIS)
+# For arrays whose first axis is that of all devices.
+EACH_DEVICE = P((GROUPS, AXIS))
 
 
 def initialize_devices(cpu_devices: int, *, required: bool) -> list[Device]:
@@ -133,9 +139,9 @@ def split(
     return Split(tuple(devices[n] for n in actors), tuple(devices[n] for n in learners))
 
 
-def make_mesh(devices: Sequence[Device]) -> Mesh:
-    """A mesh with one axis over these devices."""
-    return Mesh(np.asarray(devices), (AXIS,))
+def make_mesh(devices: Sequence[Device], groups: int = 1) -> Mesh:
+    """A mesh over these devices, of which each group has as many, next to each other."""
+    return Mesh(np.asarray(devices).reshape(groups, -1), (GROUPS, AXIS))
 
 
 def per_device(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
@@ -168,7 +174,8 @@ def global_shapes(part: ArrayTree, mesh: Mesh, specs: Any) -> ArrayTree:
 
     def over_mesh(spec: P, x: Any) -> jax.ShapeDtypeStruct:
         axis = spec.index(AXIS)
-        shape = (*x.shape[:axis], x.shape[axis] * mesh.size, *x.shape[axis + 1 :])
+        whole = x.shape[axis] * mesh.shape[AXIS]
+        shape = (*x.shape[:axis], whole, *x.shape[axis + 1 :])
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
     return _by_spec(over_mesh, specs, part)
@@ -206,8 +213,15 @@ def from_parts(parts: Sequence[ArrayTree], mesh: Mesh, specs: Any) -> ArrayTree:
 
 
 @cache
-def _replicate(mesh: Mesh) -> Callable[[Array], Array]:
+def _replicate(mesh: Mesh) -> Callable[[ArrayTree], ArrayTree]:
     return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, REPLICATED))
+
+
+def replicate(tree: ArrayTree, mesh: Mesh) -> ArrayTree:
+    """Arrays over a mesh, whole on each of its devices; copied only if they are not yet."""
+    if all(x.is_fully_replicated for x in jax.tree.leaves(tree)):
+        return tree
+    return _replicate(mesh)(tree)
 
 
 def process_all_gather(numbers: np.ndarray, mesh: Mesh) -> Callable[[], np.ndarray]:
@@ -229,7 +243,7 @@ def process_all_gather(numbers: np.ndarray, mesh: Mesh) -> Callable[[], np.ndarr
     # As pairs of uint32: by default JAX has no 64-bit types.
     own = numbers.view(np.uint32)[None]
     parts = [jax.device_put(own, d) for d in mesh.local_devices]
-    sharding, shape = NamedSharding(mesh, SHARDED), (mesh.size, own.shape[1])
+    sharding, shape = NamedSharding(mesh, EACH_DEVICE), (mesh.size, own.shape[1])
     gathered = _replicate(mesh)(jax.make_array_from_single_device_arrays(shape, sharding, parts))
     return lambda: jax.device_get(local(gathered))[firsts].view(np.float64)
 
@@ -247,7 +261,7 @@ def _by_spec(function: Callable[[P, Any], Any], specs: Any, tree: ArrayTree) -> 
 
 
 def device_index() -> Array:
-    """Index of the device in the mesh, ``[]`` int32. Within ``per_device`` only."""
+    """Index of the device in its group, ``[]`` int32. Within ``per_device`` only."""
     return jax.lax.axis_index(AXIS)
 
 
@@ -259,20 +273,39 @@ def _reduce(tree: ArrayTree, collective: Callable[[Array, str], Array]) -> Array
 
 
 def all_mean(tree: ArrayTree) -> ArrayTree:
-    """The mean over devices, by one all-reduce for the whole tree. Within ``per_device`` only."""
+    """The mean over a group, by one all-reduce for the whole tree. Within ``per_device`` only."""
     return _reduce(tree, jax.lax.pmean)
 
 
 def all_max(tree: ArrayTree) -> ArrayTree:
-    """The maximum over devices, by one all-reduce for the tree. Within ``per_device`` only."""
+    """The maximum over a group, by one all-reduce for the tree. Within ``per_device`` only."""
     return _reduce(tree, jax.lax.pmax)
 
 
 def all_sum(tree: ArrayTree) -> ArrayTree:
-    """The sum over devices, by one all-reduce for the whole tree. Within ``per_device`` only."""
+    """The sum over a group, by one all-reduce for the whole tree. Within ``per_device`` only."""
     return _reduce(tree, jax.lax.psum)
 
 
 def all_gather(tree: ArrayTree) -> ArrayTree:
-    """Every device's shard, concatenated along the first axis. Within ``per_device`` only."""
-    return jax.tree.map(lambda x: jax.lax.all_gather(x, AXIS, tiled=True), tree)
+    """The shards of a group's devices, concatenated along the first axis. Within ``per_device``
+    only."""
+    return _gather(tree, AXIS)
+
+
+def own_agents(tree: ArrayTree) -> ArrayTree:
+    """The agents of the device's group, of all agents, which are the first axis. Within
+    ``per_device`` only."""
+    group, groups = jax.lax.axis_index(GROUPS), jax.lax.axis_size(GROUPS)
+    return jax.tree.map(lambda x: x.reshape(groups, -1, *x.shape[1:])[group], tree)
+
+
+def gather_agents(tree: ArrayTree) -> ArrayTree:
+    """The agents of all groups, which are the first axis. Within ``per_device`` only."""
+    return _gather(tree, GROUPS)
+
+
+def _gather(tree: ArrayTree, axis: str) -> ArrayTree:
+    if jax.lax.axis_size(axis) == 1:
+        return tree
+    return jax.tree.map(lambda x: jax.lax.all_gather(x, axis, tiled=True), tree)

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from podracer import config as config_lib
 from podracer import envs
 from podracer.anakin import program as anakin_program
-from podracer.config import Config, Sizes
+from podracer.config import Config
+from podracer.config.sizes import Sizes, make_sizes
 from podracer.distributed import mesh as mesh_lib
 from podracer.errors import ConfigError, unknown
 from podracer.plan.chips import Slice
@@ -168,8 +168,8 @@ def trace_run(config: Config, arch: str, env: Any, tpu_slice: Slice) -> TracedRu
 
 
 def _anakin(config: Config, env: Environment, tpu_slice: Slice) -> TracedRun:
-    sizes = config_lib.sizes(config, len(tpu_slice.devices))
-    mesh = mesh_lib.make_mesh(tpu_slice.devices)
+    sizes = make_sizes(config, len(tpu_slice.devices))
+    mesh = mesh_lib.make_mesh(tpu_slice.devices, sizes.num_groups)
     program = anakin_program.make_program(config, env, sizes, mesh)
     lowered = program.step.lower(program.state)
     replay = program.memory.replay

@@ -7,15 +7,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from podracer import config as config_lib
 from podracer import envs
 from podracer.acting.host_evaluation import pool_seeds
 from podracer.acting.host_unroll import HostUnroll
-from podracer.config import Config, Sizes
+from podracer.config import Config
 from podracer.config.sections import OFF_POLICY
+from podracer.config.sizes import Sizes, cpu_cores, make_sizes
 from podracer.distributed import mesh as mesh_lib
 from podracer.errors import ConfigError
-from podracer.monitoring import writers
 from podracer.sebulba import program
 from podracer.sebulba.program import ActorShapes, LearnerFunctions, SebulbaState
 from podracer.training import builder, memory
@@ -126,7 +125,6 @@ def prepare(config: Config, env: HostEnvironment | None = None) -> SebulbaSetup:
 
 def _check_settings(config: Config) -> None:
     """Raises ``ConfigError`` for settings that Sebulba does not support."""
-    writers.check(config.logging)
     for name, only in (("num_seeds", 1), ("sweep", {}), ("stagger", 0)):
         value = getattr(config, name)
         if value != only:
@@ -197,7 +195,7 @@ def make_setup(
             f"remote.num_envs={config.remote.num_envs} does not divide evenly over {num_threads} "
             f"actor threads times {len(learners)} learner devices; a multiple of {divisor} would"
         )
-    sizes = config_lib.sizes(config, len(learners), num_threads)
+    sizes = make_sizes(config, len(learners), num_threads)
     mesh = mesh_lib.make_mesh(learners)
     components = builder.build(config, env.spec, sizes)
     key = prng.key(config.seed, split.actors[0].platform)
@@ -283,5 +281,5 @@ def make_actors(setup: SebulbaSetup, first_update: int = 0) -> list[Actor]:
 def _make_pool(setup: SebulbaSetup, env_ids: np.ndarray, first_update: int, restarts: int) -> Pool:
     """A pool of these environments, with seeds that no earlier pool of the run had."""
     seeds = pool_seeds(setup.config, env_ids, restarts, first_update, jax.process_count())
-    cores_per_thread = max(1, config_lib.cpu_cores() // setup.num_threads)
+    cores_per_thread = max(1, cpu_cores() // setup.num_threads)
     return setup.env.make_pool(seeds, setup.config.sebulba.pool_threads or cores_per_thread)

@@ -15,7 +15,8 @@ import optax
 from podracer import envs
 from podracer.acting.policy import Policy
 from podracer.agents import AGENTS
-from podracer.config import Config, Sizes
+from podracer.config import Config
+from podracer.config.sizes import Sizes
 from podracer.distributed import mesh as mesh_lib
 from podracer.errors import ConfigError
 from podracer.learning.learner import Update, make_update
@@ -34,7 +35,7 @@ from podracer.types import (
 )
 
 # The number that the run's key is folded with, for each use of the key.
-WEIGHTS, ENVIRONMENTS, STAGGER, UPDATES, EVALUATION = range(5)
+WEIGHTS, ENVIRONMENTS, STAGGER, UPDATES, EVALUATION, SELECTION = range(6)
 
 # The devices of the mesh that a program runs on.
 DEVICES = Devices(mesh_lib.device_index, mesh_lib.all_mean, mesh_lib.all_max)
@@ -151,6 +152,11 @@ def update_keys(key: Array, step: Array) -> tuple[Array, Array]:
         jax.random.fold_in(jax.random.fold_in(key, UPDATES), step)
     )
     return act_key, update_key
+
+
+def selection_key(key: Array, step: Array) -> Array:
+    """The key for the selection after update number ``step``, from the run's key."""
+    return jax.random.fold_in(jax.random.fold_in(key, SELECTION), step)
 
 
 def evaluation_key(key: Array, step: Array) -> Array:

@@ -9,8 +9,9 @@ import numpy as np
 
 from podracer.acting.policy import Policy
 from podracer.acting.statistics import Episodes
-from podracer.config import Config, Sizes
+from podracer.config import Config
 from podracer.config.members import Member
+from podracer.config.sizes import Sizes
 from podracer.distributed import drift
 from podracer.distributed import mesh as mesh_lib
 from podracer.distributed.signals import Interrupted
@@ -73,7 +74,8 @@ class _RowLog:
             "step": step,
             "wall_time": self._clock.total(),
             "time/steps_per_second": rate * len(self._members),
-            **rows.of_agents(rows.of_training, metrics, self._members),
+            **rows.of_agents(rows.of_training, metrics._replace(selected=()), self._members),
+            **rows.of_selection(metrics.selected, self._members),
         }
 
     def flush(self) -> None:
@@ -195,9 +197,8 @@ def run(
 ) -> Result:
     """Calls ``step`` until the run is finished or a signal asks it to stop.
 
-    The metrics of a call are read while the next one runs, so that devices never wait for the host.
-    JAX's transfer guard rejects every implicit transfer between host and devices (see
-    docs/accelerators.md). A state is saved only after its metrics were found to be finite.
+    The metrics of a call are read while the next one runs, and a state is saved only after they
+    were found to be finite. JAX's transfer guard rejects implicit transfers (docs/accelerators.md).
 
     Args:
       state: the state to train from, whose ``train`` is a ``TrainState``; it is donated.
@@ -209,7 +210,7 @@ def run(
       clock: measures what time is spent on; it already contains the time of compilation.
       mesh: the devices that learn.
       make_policy: makes the policy from the trained weights.
-      report: computes further values for the summary from all rows.
+      report: further values of the summary, from all rows.
 
     Raises:
       DivergedError: a loss or gradient became NaN or infinite; written files are kept.
@@ -248,7 +249,8 @@ def run(
         hooks.save_last(state, sizes.last(progress.update))
         summary = {**rows.summarize_run(session.rows[-1], config, clock), **report(session.rows)}
     session.finish(summary)
-    return Result(state.train.weights, session.rows, summary, make_policy(state.train.weights))
+    whole = mesh_lib.replicate(state.train.weights, mesh)
+    return Result(whole, session.rows, summary, make_policy(whole))
 
 
 def _is_due(every: int, before: int, after: int) -> bool:

@@ -7,18 +7,31 @@ import jax
 import numpy as np
 
 from podracer.acting.statistics import Episodes, EpisodeSums, summarize
-from podracer.config import Config, Sizes
+from podracer.config import Config
 from podracer.config.members import Member
+from podracer.config.sizes import Sizes
 from podracer.errors import DivergedError
 from podracer.learning import learner
 from podracer.monitoring.curves import mean_and_interval
 from podracer.monitoring.metrics import Clock
 from podracer.types import Row
 
-# Members of a sweep that its report shows.
-SHOWN = 5
 # What to do about a run that diverges.
 ADVICE = "a lower learning_rate or max_grad_norm, or normalize_observations, may help"
+
+
+class Selected(NamedTuple):
+    """What a selection after a call has done, ``[agents]`` each.
+
+    Attributes:
+      due: bool, whether there was one.
+      parent: int32, the number of the agent whose weights an agent has now.
+      settings: its settings, by dotted name.
+    """
+
+    due: Any
+    parent: Any
+    settings: dict[str, Any]
 
 
 class CallMetrics(NamedTuple):
@@ -32,12 +45,14 @@ class CallMetrics(NamedTuple):
       host: further numbers, by the names under which they are logged.
       alive: ``[K]`` bool, whether an agent has not diverged; ``()`` if there is one only, whose run
         ends then.
+      selected: see ``Selected``; ``()`` in runs without selections.
     """
 
     learner: learner.Metrics
     episodes: EpisodeSums
     host: Row | tuple[()] = ()
     alive: Any = ()
+    selected: Selected | tuple[()] = ()
 
 
 def check_alive(alive: np.ndarray, first_update: int, sizes: Sizes) -> None:
@@ -102,6 +117,18 @@ def of_training(metrics: CallMetrics) -> Row:
     return {**row, **diverged, **dict(metrics.host)}
 
 
+def of_selection(selected: Selected | tuple[()], members: Sequence[Member]) -> Row:
+    """The settings of each agent after a call, and at a selection whose weights it has."""
+    if not selected:
+        return {}
+    row: Row = {}
+    for i, member in enumerate(members):
+        row |= {f"{member.name}/{name}": float(x[i]) for name, x in selected.settings.items()}
+        if selected.due[i]:
+            row[f"{member.name}/parent"] = int(selected.parent[i])
+    return row
+
+
 def of_evaluation(episodes: Episodes) -> Row:
     statistics = summarize(episodes)
     return {
@@ -147,29 +174,4 @@ def summarize_run(last: Row, config: Config, clock: Clock) -> dict[str, Any]:
         "seed": config.seed,
         "num_seeds": config.num_seeds,
         "seconds": {**clock.seconds, "training": clock.training()},
-        **_sweep_summary(last, config),
     }
-
-
-def _sweep_summary(last: Row, config: Config) -> dict[str, Any]:
-    """The settings and the final evaluation of each member of a sweep, and what to show of them."""
-    if not config.sweep:
-        return {}
-    found = [
-        {
-            "name": member.name,
-            "seed": member.seed,
-            **member.settings,
-            "eval_return_mean": last[f"{member.name}/eval/episode_return"],
-            "diverged": last.get(f"{member.name}/train/diverged") == 1,
-        }
-        for member in config.members
-    ]
-    order = sorted(range(len(found)), key=lambda i: -found[i]["eval_return_mean"])
-    lines = [
-        f"  {found[i]['eval_return_mean']:>10.4g}  {config.members[i].name}: "
-        f"{config.members[i].text}{' (diverged)' * found[i]['diverged']}"
-        for i in order[:SHOWN]
-    ]
-    best = "the best members, each with the flags that train it alone:"
-    return {"members": found, "best_member": order[0], "report": "\n".join([best, *lines])}

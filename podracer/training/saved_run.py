@@ -20,6 +20,7 @@ from podracer.acting.policy import Policy
 from podracer.acting.rendering import FrameRecorder
 from podracer.acting.statistics import Episodes, summarize
 from podracer.config import Config
+from podracer.config.sizes import auto_cpu_devices
 from podracer.distributed import mesh as mesh_lib
 from podracer.envs import permission
 from podracer.errors import ConfigError
@@ -64,17 +65,18 @@ def _make_host_environment(config: Config) -> HostEnvironment:
 def _make_evaluator(config: Config) -> Evaluator:
     """Evaluates in an environment written in JAX."""
     devices = mesh_lib.initialize_devices(
-        config.cpu_devices or config_lib.auto_cpu_devices(config), required=False
+        config.cpu_devices or auto_cpu_devices(config), required=False
     )
     env = builder.make_environment(config)
     agent = builder.make_agent(config, env.spec)
-    settings = config.evaluation
-    play = jax.jit(make_evaluation(env, agent, mesh_lib.make_mesh(devices), settings))
+    settings, replicated = config.evaluation, mesh_lib.REPLICATED
+    local = make_evaluation(env, agent, len(devices), settings)
+    play = mesh_lib.per_device(local, mesh_lib.make_mesh(devices), replicated, replicated)
 
     def record(weights: Weights, key: Array, recorder: FrameRecorder) -> Episodes:
         return rendering.record_episode(env, agent, settings, weights, key, recorder)
 
-    return Evaluator(agent, play, lambda: rendering.check(config.env, env), record)
+    return Evaluator(agent, jax.jit(play), lambda: rendering.check(config.env, env), record)
 
 
 def _make_host_evaluator(config: Config) -> Evaluator:

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 from etils import epath
 
-from podracer.config import Config, Sizes
+from podracer.config import Config
+from podracer.config.sizes import Sizes
 from podracer.distributed.processes import Processes
 from podracer.distributed.signals import StopSignals
 from podracer.errors import TransientError

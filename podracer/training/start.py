@@ -6,9 +6,11 @@ from typing import Any, Protocol, TypeVar
 
 from etils import epath
 
-from podracer.config import Config, Sizes
+from podracer.config import Config
+from podracer.config.sizes import Sizes
 from podracer.distributed import processes
 from podracer.distributed.processes import Processes
+from podracer.monitoring import writers
 from podracer.monitoring.metrics import Clock
 from podracer.storage.checkpoint import Progress
 from podracer.training import memory
@@ -84,6 +86,7 @@ def open_session(
     with processes.joined(given.address, config.hosts) as joined:
         clock = Clock()
         with clock.measure("setup"):
+            writers.check(config.logging)
             setup = prepare(config, joined)
             memory.check(setup.memory, config)
             session = Session(architecture, config, setup.sizes, given, joined)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from podracer.acting import unroll
-from podracer.anakin.program import Start
+from podracer.anakin.state import Start
 from podracer.nets import actor_critic
 from podracer.training import builder
 from podracer.xla_cpu import prng

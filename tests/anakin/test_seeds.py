@@ -10,7 +10,8 @@ import pytest
 from podracer import anakin
 from podracer import config as config_lib
 from podracer.anakin import trainer
-from podracer.anakin.program import make_start
+from podracer.anakin.state import make_start
+from podracer.config.sizes import make_sizes
 from podracer.errors import ConfigError
 from podracer.monitoring import dashboard
 from tests.helpers import make_config
@@ -50,7 +51,7 @@ def shared_programs(monkeypatch):
     def shared_prepare(config, joined):
         if key(config) not in _programs:
             _programs[key(config)] = prepare(config, joined)
-        return _programs[key(config)]._replace(sizes=config_lib.sizes(config, 2))
+        return _programs[key(config)]._replace(sizes=make_sizes(config, 2))
 
     def shared_compile(program, config):
         if key(config) not in _compiled:

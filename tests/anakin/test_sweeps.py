@@ -1,5 +1,6 @@
 """Sweeps: each of the agents that learn in one program is what it would be alone."""
 
+import dataclasses
 import re
 
 import jax
@@ -10,6 +11,7 @@ from podracer import anakin, evaluate
 from podracer import config as config_lib
 from podracer.anakin import trainer
 from podracer.config import members
+from podracer.config.sizes import auto_cpu_devices, make_sizes
 from podracer.errors import ConfigError, DivergedError, ExitCode
 from podracer.storage.workdir import read_rows
 from podracer.training import command_line
@@ -121,6 +123,24 @@ def test_impossible_sweeps_are_rejected(changes, message):
 
 
 @pytest.mark.parametrize(
+    ("members", "devices", "groups", "envs_per_device"),
+    [(1, 4, 1, 4), (2, 4, 2, 8), (8, 4, 4, 16), (6, 4, 2, 8), (3, 4, 1, 4), (3, 1, 1, 16)],
+)
+def test_agents_are_spread_over_devices_first(members, devices, groups, envs_per_device):
+    sizes = make_sizes(config(num_seeds=members), devices)
+    assert (sizes.num_groups, sizes.envs_per_device) == (groups, envs_per_device)
+    assert sizes.num_devices == devices
+
+
+def test_two_cores_are_used_by_agents_that_exchange_nothing(monkeypatch):
+    monkeypatch.setattr("podracer.config.sizes.cpu_cores", lambda: 2)
+    found = [
+        auto_cpu_devices(config(num_seeds=n, num_envs=3, num_minibatches=1)) for n in (1, 2, 3)
+    ]
+    assert found == [1, 2, 1]
+
+
+@pytest.mark.parametrize(
     "agent", [x if x == "ppo" else pytest.param(x, marks=pytest.mark.slow) for x in ROWS]
 )
 def test_agents_may_differ_in_every_number_of_the_maths(agent):
@@ -151,11 +171,13 @@ def test_agents_may_differ_in_every_number_of_the_maths(agent):
     ],
 )
 def test_each_member_is_the_single_run_with_its_settings(agent, sweep, tmp_path):
-    whole = config(agent, sweep=sweep, seed=3)
+    # Two groups of two devices, each with a member of its own.
+    whole = config(agent, sweep=sweep, seed=3, cpu_devices=4)
     together = anakin.train(whole, tmp_path / "run", quiet=True)
     seen = []
     for i, member in enumerate(whole.members):
-        alone = anakin.train(whole.alone(member), quiet=True)
+        one = dataclasses.replace(whole.alone(member), cpu_devices=1)
+        alone = anakin.train(one, quiet=True)
         for a, b in zip(*map(jax.tree.leaves, (together.weights, alone.weights)), strict=True):
             np.testing.assert_allclose(a[i], b, atol=2e-5)
         seen.append(np.concatenate([np.ravel(x) for x in jax.tree.leaves(alone.weights)]))

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import pytest
 
-from podracer import config as config_lib
+from podracer.config import sizes
+from podracer.config.sizes import auto_cpu_devices
 from podracer.distributed import mesh
 from podracer.distributed.processes import Processes
 from podracer.errors import ConfigError, PreemptedError
@@ -111,7 +112,7 @@ def test_hosts_must_be_alike(monkeypatch):
 
 
 def test_the_default_number_of_devices_counts_all_hosts(monkeypatch):
-    monkeypatch.setattr(config_lib, "cpu_cores", lambda: 2)
+    monkeypatch.setattr(sizes, "cpu_cores", lambda: 2)
     config = make_config(num_envs=8, unroll_length=256, num_minibatches=2)
-    assert config_lib.auto_cpu_devices(config) == 2
-    assert config_lib.auto_cpu_devices(config, 4) == 1
+    assert auto_cpu_devices(config) == 2
+    assert auto_cpu_devices(config, 4) == 1

@@ -9,6 +9,7 @@ import pytest
 from podracer import config as config_lib
 from podracer import envs
 from podracer.anakin import trainer
+from podracer.config.sizes import make_sizes
 from podracer.errors import ExitCode
 from podracer.training import command_line
 
@@ -85,7 +86,7 @@ def test_training_commands_are_valid_and_learn(architecture, arguments):
     on_host = config.env.partition(":")[0] in envs.HOST_SUITES
     assert on_host == (architecture == "sebulba")
     threads = config.sebulba.threads if on_host else 0
-    assert config_lib.sizes(config, 1, threads).num_updates >= MIN_UPDATES
+    assert make_sizes(config, 1, threads).num_updates >= MIN_UPDATES
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=name)

@@ -21,6 +21,7 @@ import pytest
 import yaml
 
 from podracer import config as config_lib
+from podracer.config.sizes import make_sizes
 from podracer.remote import access
 from podracer.remote.settings import RemoteConfig
 from podracer.training import command_line
@@ -624,7 +625,7 @@ def test_workers_are_as_many_as_the_learner_has_places(manifests, jobset):
     assert scaler["maxReplicas"] * each == config.remote.num_envs
     # On each of four hosts, one chip acts with two threads and three learn.
     threads = config.sebulba.threads
-    config_lib.sizes(config, 4 * config.sebulba.learners_per_actor, threads)
+    make_sizes(config, 4 * config.sebulba.learners_per_actor, threads)
     places = config.remote.num_envs // 4
     assert places % (threads * config.sebulba.learners_per_actor) == 0
     assert places // threads % each == 0

@@ -17,7 +17,8 @@ from podracer import anakin, envs
 from podracer import config as config_lib
 from podracer.agents import AGENTS
 from podracer.anakin.trainer import prepare
-from podracer.config import Config, Sizes
+from podracer.config import Config
+from podracer.config.sizes import Sizes
 from podracer.distributed.joining import HostsConfig
 from podracer.errors import ConfigError
 from podracer.sebulba import trainer as sebulba_trainer

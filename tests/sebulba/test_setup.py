@@ -10,6 +10,7 @@ import pytest
 from podracer import config as config_lib
 from podracer import envs
 from podracer.acting import host_evaluation
+from podracer.config.sizes import make_sizes
 from podracer.distributed import mesh
 from podracer.errors import ConfigError
 from podracer.sebulba import setup
@@ -92,7 +93,7 @@ def test_configs_fit_hosts_of_any_size(name, count):
     if name in ("cartpole", "atari") and count > 2:
         config = dataclasses.replace(config, num_envs=48)  # As their docstrings say.
     actors, learners = mesh.split(list(range(count)), (), (), config.sebulba.learners_per_actor)
-    sizes = config_lib.sizes(config, len(learners), len(actors) * config.sebulba.threads)
+    sizes = make_sizes(config, len(learners), len(actors) * config.sebulba.threads)
     # What is shuffled: PPO's transitions, V-trace's unrolls.
     items = sizes.envs_per_device * (config.unroll_length if config.agent == "ppo" else 1)
     assert items % config.num_minibatches == 0

@@ -14,7 +14,8 @@ import pytest
 import podracer
 from podracer import anakin, errors
 from podracer.agents import AGENTS, dqn
-from podracer.config import Config, default_config, parse, sizes
+from podracer.config import Config, default_config, parse
+from podracer.config.sizes import make_sizes
 from podracer.errors import ConfigError, ExitCode
 from podracer.storage.workdir import Workdir
 from podracer.training import command_line
@@ -408,16 +409,18 @@ def test_parse_converts_between_numbers_and_from_lists():
 
 
 def test_a_call_is_never_longer_than_the_run():
-    made = sizes(Config(total_steps=100, num_envs=2, unroll_length=5, updates_per_call=1000), 1)
+    made = make_sizes(
+        Config(total_steps=100, num_envs=2, unroll_length=5, updates_per_call=1000), 1
+    )
     assert made.total_steps == 100
 
 
 def test_sizes_are_rounded_up_to_whole_calls():
-    found = sizes(parse({"total_steps": 1001, "num_envs": 4, "unroll_length": 5}), 2)
+    found = make_sizes(parse({"total_steps": 1001, "num_envs": 4, "unroll_length": 5}), 2)
     assert (found.envs_per_device, found.steps_per_update) == (2, 20)
     assert (found.num_updates, found.total_steps) == (51, 1020)
     settings = {"total_steps": 1001, "num_envs": 4, "unroll_length": 5, "updates_per_call": 10}
-    found = sizes(parse(settings), 2)
+    found = make_sizes(parse(settings), 2)
     assert (found.num_calls, found.num_updates, found.total_steps) == (6, 60, 1200)
-    found = sizes(parse({"total_steps": 1_000_000, "num_envs": 4, "unroll_length": 5}), 1)
+    found = make_sizes(parse({"total_steps": 1_000_000, "num_envs": 4, "unroll_length": 5}), 1)
     assert (found.updates_per_call, found.num_calls) == (100, 500)

@@ -5,7 +5,7 @@ import pytest
 
 from podracer import anakin, envs, sebulba
 from podracer.anakin import trainer
-from podracer.anakin.program import make_start
+from podracer.anakin.state import make_start
 from podracer.errors import ConfigError
 from podracer.sebulba import setup as sebulba_setup
 from podracer.training import memory

@@ -1,0 +1,199 @@
+"""Population-based training: bad agents copy good ones, and everything else stays as it was."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from podracer import anakin
+from podracer.config import members
+from podracer.errors import ConfigError, ExitCode
+from podracer.learning import selection
+from podracer.learning.selection import Distribution, Scores
+from podracer.storage.workdir import read_rows
+from podracer.training import command_line
+from podracer.training.sweep_report import find_lineage
+from tests.anakin.test_sweeps import config
+from tests.helpers import make_config
+from tests.training.resuming import Stops, without_times
+
+SWEEP = {
+    "learning_rate": "log_uniform(1e-4, 1e-2)",
+    "discount": "uniform(0.9, 1)",
+}
+POPULATION = {
+    "sweep": SWEEP,
+    "population": 4,
+    "selection": {"every": 2, "share": 0.25},
+    "updates_per_call": 1,
+    "total_steps": 16 * 8 * 8,
+}
+
+
+@pytest.mark.parametrize("share", [0.2, 0.25, 0.5])
+def test_the_worst_copy_the_best(share):
+    rng = np.random.default_rng(0)
+    for count in (4, 5, 8):
+        scores = rng.integers(0, 6, count).astype(np.float32)
+        scores[0] = -np.inf
+        found = selection.parents(jnp.asarray(scores), share)
+        order = sorted(range(count), key=lambda i: (-scores[i], i))
+        expected = list(range(count))
+        for place in range(int(count * share)):
+            expected[order[-1 - place]] = order[place]
+        assert found.tolist() == expected
+
+
+@pytest.mark.parametrize("logarithmic", [False, True])
+def test_settings_move_by_a_share_of_their_scale_and_stay_on_it(logarithmic):
+    drawn_from = Distribution(logarithmic, 1e-3, 1e-1)
+
+    def explore(number, step, resample):
+        keys = jax.random.split(jax.random.key(0), 500)
+        return jax.vmap(
+            lambda key: selection.explore(drawn_from, jnp.float32(number), key, step, resample)
+        )(keys)
+
+    middle = drawn_from.at(0.5)
+    expected = [drawn_from.at(0.5 - 0.1), drawn_from.at(0.5 + 0.1)]
+    found = np.unique(np.asarray(explore(middle, 0.1, 0.0)).round(7))
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    assert set(np.asarray(explore(1e-1, 0.1, 0.0)) > 0.0999) == {True, False}
+    assert float(explore(1e-1, 0.1, 0.0).max()) <= np.float32(1e-1)
+    again = np.asarray(explore(middle, 0.0, 0.3))
+    assert abs((np.abs(again - middle) > 1e-6).mean() - 0.3) < 0.07
+    positions = np.sort(drawn_from.position(jnp.asarray(explore(middle, 0.0, 1.0))))
+    np.testing.assert_allclose(positions, np.linspace(0, 1, 500), atol=0.08)
+
+
+def test_a_selection_waits_for_an_episode_of_every_living_agent():
+    def due(episodes, alive, updates):
+        scores = Scores(jnp.asarray(episodes, float), jnp.zeros(2), jnp.full(2, 10))
+        return bool(selection.is_due(scores, jnp.asarray(alive), jnp.int32(updates), 5))
+
+    assert due([1, 1], [True, True], 15)
+    assert not due([1, 1], [True, True], 14)
+    assert not due([1, 0], [True, True], 99)
+    assert due([1, 0], [True, False], 99)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_copies_have_the_weights_of_others_and_settings_close_to_theirs(devices):
+    """Without learning, weights show whose they are."""
+    changes = {**POPULATION, "cpu_devices": devices}
+    changes["sweep"] = {"value_cost": "uniform(0.25, 0.75)"}
+    result = anakin.train(config(learning_rate=1e-30, **changes), quiet=True)
+    start = anakin.train(
+        config(learning_rate=1e-30, **{**changes, "selection": {"every": 99}}), quiet=True
+    )
+    first, last = (jax.tree.leaves(x.weights.params)[-2] for x in (start, result))
+    names = [f"member_{i}" for i in range(4)]
+    descends, copies = list(range(4)), 0
+    settings = start.metrics[-1]
+    values = [settings[f"{name}/value_cost"] for name in names]
+    for number, row in enumerate(result.metrics, 1):
+        parents = [row.get(f"{name}/parent") for name in names]
+        assert (parents[0] is not None) == (number % 2 == 0)
+        if parents[0] is None:
+            continue
+        for i, parent in enumerate(parents):
+            new = row[f"member_{i}/value_cost"]
+            assert 0.25 <= new <= 0.75
+            assert parent == i or new != values[parent]
+            assert parent != i or new == values[i]
+        copies += sum(parent != i for i, parent in enumerate(parents))
+        descends = [descends[parent] for parent in parents]
+        values = [row[f"{name}/value_cost"] for name in names]
+    assert copies == 4
+    for i, ancestor in enumerate(descends):
+        np.testing.assert_allclose(last[i], first[ancestor], atol=1e-6)
+    assert len(set(descends)) < 4
+
+
+def test_a_population_learns_the_same_on_any_devices():
+    one, four = (
+        anakin.train(config(**{**POPULATION, "cpu_devices": n}), quiet=True) for n in (1, 4)
+    )
+    for a, b in zip(one.metrics, four.metrics, strict=True):
+        assert {k: x for k, x in a.items() if "parent" in k} == {
+            k: x for k, x in b.items() if "parent" in k
+        }
+        for name in ("loss/total", "member_3/learning_rate", "member_0/train/episode_return"):
+            np.testing.assert_allclose(a[name], b[name], rtol=1e-3, atol=1e-4)
+
+
+def test_one_that_has_diverged_goes_on_from_the_best():
+    sweep = {"value_cost": "log_uniform(1, 1e38)"}
+    whole = config(**{**POPULATION, "sweep": sweep}, max_grad_norm=0.0, learning_rate=1e-2, seed=1)
+    rows = anakin.train(whole, quiet=True).metrics
+    diverged = [[row[f"member_{i}/train/diverged"] for row in rows] for i in range(4)]
+    # Until the next selection only, unless its new settings diverge as well.
+    assert any(1 in x and x[x.index(1) :].count(0) for x in diverged), diverged
+
+
+def test_resumed_is_never_stopped(tmp_path, monkeypatch):
+    def run(workdir):
+        flags = [
+            "--config.sweep.learning_rate=log_uniform(1e-4, 1e-2)",
+            "--config.population=4",
+            "--config.selection.every=1",
+            "--config.num_envs=8",
+            "--config.unroll_length=32",
+            "--config.total_steps=2048",
+            "--config.evaluation.episodes=4",
+            f"--workdir={tmp_path / workdir}",
+            "--quiet",
+        ]
+        return command_line.main(anakin.train, ["anakin", "--config=configs/cartpole.py", *flags])
+
+    monkeypatch.chdir(members.__file__.rpartition("/podracer/")[0])
+    assert run("whole") == 0
+    with monkeypatch.context() as patch:
+        Stops(patch, 3)
+        assert run("parts") == ExitCode.PREEMPTED
+    assert run("parts") == 0
+    rows = [without_times(read_rows(tmp_path / x)) for x in ("whole", "parts")]
+    assert rows[0] == rows[1]
+    assert any(row.get(f"member_{i}/parent", i) != i for row in rows[0] for i in range(4))
+    summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    *_, birth = summary["lineage"]
+    assert birth["member"] == summary["best_member"]
+    best = f"member_{birth['member']}"
+    assert (
+        summary["members"][birth["member"]]["learning_rate"] == rows[0][-1][f"{best}/learning_rate"]
+    )
+    assert "each with its settings at the end" in summary["report"]
+
+
+def test_ancestors_are_found_in_the_rows():
+    population = make_config(num_seeds=3).members
+    rows = [
+        {"step": 10},
+        {"step": 20, "seed_0/parent": 0, "seed_1/parent": 0, "seed_2/parent": 2},
+        {"step": 30, "seed_0/parent": 0, "seed_1/parent": 1, "seed_2/parent": 2},
+        {"step": 40, "seed_0/parent": 0, "seed_1/parent": 1, "seed_2/parent": 1},
+    ]
+    expected = [{"step": 0, "member": 0}, {"step": 20, "member": 1}, {"step": 40, "member": 2}]
+    assert find_lineage(2, population, rows) == expected
+    assert find_lineage(0, population, rows) == expected[:1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"selection": {"every": 1}}, "selection.share=0.25 of 1 agents is none"),
+        ({"selection": {"every": -1}}, "selection.every must not be negative, got -1"),
+        ({"selection": {"share": 0.6}}, r"selection.share must be in \(0, 0.5\], got 0.6"),
+        ({"selection": {"step": 2.0}}, r"selection.step must be in \[0, 1\], got 2"),
+        ({**POPULATION, "sweep": {"discount": [0.9, 1.0]}}, "sweep.discount is a list, but"),
+        (
+            {**POPULATION, "sweep": {"discount": "uniform(0, 1.01)"}},
+            "high of the sweep.*must be in",
+        ),
+    ],
+)
+def test_impossible_selections_are_rejected(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        config(**changes)

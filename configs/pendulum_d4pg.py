@@ -2,8 +2,8 @@
 
     python -m podracer.anakin --config=configs/pendulum_d4pg.py
 
-Result: final evaluations over 1,024 episodes between -154 and -144 with each of the seeds 0 to 15,
--147.7 on average. Hardware: one core of an AMD EPYC, 22 seconds of which 7 to compile.
+Result: -148.2 on average in the final evaluations of seeds 0 to 4, over 1,024 episodes each.
+Hardware: one core of an AMD EPYC, 37 seconds beside other programs.
 """
 
 import ml_collections

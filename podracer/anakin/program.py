@@ -72,10 +72,11 @@ class AnakinProgram(NamedTuple):
         environments = f"{sizes.num_envs:,} = {per_device}"
         if sizes.num_agents == 1:
             return {**devices, "environments": environments}
-        each = sizes.num_agents // groups
+        each, at_once = sizes.num_agents // groups, sizes.agents_at_once
+        turns = "" if at_once == each else f", {at_once:,} at a time"
         return {
             **devices,
-            "agents": f"{sizes.num_agents:,} = {groups} x {each:,}, by groups of devices",
+            "agents": f"{sizes.num_agents:,} = {groups} x {each:,}, by groups of devices{turns}",
             "environments": f"{environments}, for each agent",
         }
 
@@ -186,6 +187,31 @@ def _of_several(init: Callable[[Start], AnakinState]) -> Callable[[Start], Anaki
     return init_own
 
 
+def _in_turns(
+    step: Callable[[AnakinState], tuple[AnakinState, CallMetrics]], at_once: int
+) -> Callable[[AnakinState], tuple[AnakinState, CallMetrics]]:
+    """The step of all agents of a device, by steps of ``at_once`` of them."""
+
+    # The state is changed where it is: what `jax.lax.map` does would need its memory twice.
+    def turn(state: AnakinState, first: Array) -> tuple[AnakinState, CallMetrics]:
+        own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, at_once), state)
+        own, metrics = step(own)
+
+        def put(x: Array, new: Array) -> Array:
+            return jax.lax.dynamic_update_slice_in_dim(x, new, first, 0)
+
+        return jax.tree.map(put, state, own), metrics
+
+    def step_agents(state: AnakinState) -> tuple[AnakinState, CallMetrics]:
+        agents = state.key.shape[0]
+        if agents == at_once:
+            return step(state)
+        state, metrics = jax.lax.scan(turn, state, jnp.arange(0, agents, at_once))
+        return state, jax.tree.map(lambda x: x.reshape(agents, *x.shape[2:]), metrics)
+
+    return step_agents
+
+
 def make_program(
     config: Config, env: Environment, sizes: Sizes, mesh: jax.sharding.Mesh
 ) -> AnakinProgram:
@@ -219,7 +245,7 @@ def make_program(
     init = make_init(env, build, sizes, stagger=config.stagger, several=several, selects=selects)
     step = make_step(env, build, sizes, whole_episodes=config.whole_episodes, several=several)
     if several:
-        init, step, evaluate = _of_several(init), jax.vmap(step), jax.vmap(evaluate)
+        init, step = _of_several(init), _in_turns(jax.vmap(step), sizes.agents_at_once)
 
     # What the host reads is the same on every device.
     def step_all(state: AnakinState) -> tuple[AnakinState, CallMetrics]:
@@ -230,7 +256,10 @@ def make_program(
         return state, mesh_lib.gather_agents(metrics)
 
     def evaluate_all(state: AnakinState) -> Episodes:
-        return mesh_lib.gather_agents(evaluate(state))
+        if not several:
+            return evaluate(state)
+        episodes = jax.lax.map(evaluate, state, batch_size=sizes.agents_at_once)
+        return mesh_lib.gather_agents(episodes)
 
     specs, replicated = state_specs(sizes.num_agents), mesh_lib.REPLICATED
     jitted_init = jax.jit(mesh_lib.per_device(init, mesh, replicated, specs))

@@ -67,6 +67,8 @@ class Config(AgentSections):
       population: number of points of the sweep that are drawn at random, from lists or from
         distributions such as "log_uniform(1e-5, 1e-2)" and "uniform(0.9, 1)"; 0 takes every
         combination.
+      agents_at_once: number of agents of a group of devices that learn at the same time; the others
+        wait for their turn in each call. The result is the same, in less memory. 0 is all of them.
       selection: see ``SelectionConfig``.
       total_steps: environment steps to train for, over all devices, rounded up to whole calls (see
         ``updates_per_call``).
@@ -110,6 +112,7 @@ class Config(AgentSections):
     num_seeds: int = 1
     sweep: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     population: int = 0
+    agents_at_once: int = 0
     selection: SelectionConfig = dataclasses.field(default_factory=SelectionConfig)
     total_steps: int = 500_000
     num_envs: int = 64
@@ -148,7 +151,8 @@ class Config(AgentSections):
         for key in ("total_steps", "num_envs", "unroll_length", "num_seeds"):
             if getattr(self, key) <= 0:
                 raise ConfigError(f"{key} must be positive, got {getattr(self, key)}")
-        for key in ("updates_per_call", "stagger", "cpu_devices", "seed", "population"):
+        counts = ("updates_per_call", "stagger", "cpu_devices", "population", "agents_at_once")
+        for key in (*counts, "seed"):
             if getattr(self, key) < 0:
                 raise ConfigError(f"{key} must not be negative, got {getattr(self, key)}")
         if self.whole_episodes and self.stagger:

@@ -16,6 +16,7 @@ class Sizes:
       num_agents: number of agents that learn at once; all other numbers are those of one.
       num_devices: number of devices that learn, over all hosts.
       num_groups: number of groups of these devices, each of which has agents of its own.
+      agents_at_once: number of agents of a group that learn at the same time.
       num_envs: number of environments, over all devices of a group.
       envs_per_device: number of environments of an agent on each device.
       unroll_length: steps that each environment takes between two updates (T).
@@ -30,6 +31,7 @@ class Sizes:
     num_agents: int
     num_devices: int
     num_groups: int
+    agents_at_once: int
     num_envs: int
     envs_per_device: int
     unroll_length: int
@@ -58,7 +60,8 @@ def make_sizes(config: Config, num_devices: int, num_threads: int = 0) -> Sizes:
         environments written in JAX.
 
     Raises:
-      ConfigError: the environments do not divide evenly over devices and threads.
+      ConfigError: the environments do not divide evenly over devices and threads, or the agents
+        over turns.
     """
     in_group = _devices_of_group(config, num_devices)
     divisor = in_group * max(1, num_threads)
@@ -79,10 +82,12 @@ def make_sizes(config: Config, num_devices: int, num_threads: int = 0) -> Sizes:
         chosen = 1
     per_call = min(config.updates_per_call or chosen, updates)
     calls = math.ceil(updates / per_call)
+    groups = num_devices // in_group
     return Sizes(
         num_agents=len(config.members),
         num_devices=num_devices,
-        num_groups=num_devices // in_group,
+        num_groups=groups,
+        agents_at_once=_agents_at_once(config, len(config.members) // groups),
         num_envs=config.num_envs,
         envs_per_device=config.num_envs // in_group,
         unroll_length=config.unroll_length,
@@ -98,6 +103,21 @@ def _devices_of_group(config: Config, num_devices: int) -> int:
     """The devices that share each agent. Agents are spread over devices first, so that as few
     devices as possible have to exchange gradients."""
     return num_devices // math.gcd(len(config.members), num_devices)
+
+
+def _agents_at_once(config: Config, in_group: int) -> int:
+    """How many of a group's agents learn at the same time.
+
+    Raises:
+      ConfigError: they don't divide evenly over turns.
+    """
+    at_once = min(config.agents_at_once or in_group, in_group)
+    if in_group % at_once:
+        raise ConfigError(
+            f"agents_at_once={at_once} does not divide evenly the {in_group} agents of each group "
+            f"of devices; {_divisors(in_group, 1)} would"
+        )
+    return at_once
 
 
 def _nearest_multiple(n: int, divisor: int) -> int:

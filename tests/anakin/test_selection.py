@@ -112,11 +112,17 @@ def test_copies_have_the_weights_of_others_and_settings_close_to_theirs(devices)
     assert len(set(descends)) < 4
 
 
-def test_a_population_learns_the_same_on_any_devices():
-    one, four = (
-        anakin.train(config(**{**POPULATION, "cpu_devices": n}), quiet=True) for n in (1, 4)
-    )
-    for a, b in zip(one.metrics, four.metrics, strict=True):
+@pytest.fixture(scope="module")
+def on_one_device():
+    return anakin.train(config(**{**POPULATION, "cpu_devices": 1}), quiet=True)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"cpu_devices": 4}, {"cpu_devices": 2, "agents_at_once": 1}], ids=str
+)
+def test_a_population_learns_the_same_on_any_devices_and_in_turns(changes, on_one_device):
+    result = anakin.train(config(**{**POPULATION, **changes}), quiet=True)
+    for a, b in zip(on_one_device.metrics, result.metrics, strict=True):
         assert {k: x for k, x in a.items() if "parent" in k} == {
             k: x for k, x in b.items() if "parent" in k
         }

@@ -132,6 +132,14 @@ def test_agents_are_spread_over_devices_first(members, devices, groups, envs_per
     assert sizes.num_devices == devices
 
 
+def test_turns_have_equally_many_agents():
+    sizes = make_sizes(config(num_seeds=12, agents_at_once=3), 2)
+    assert (sizes.num_groups, sizes.agents_at_once) == (2, 3)
+    assert make_sizes(config(num_seeds=12, agents_at_once=9), 2).agents_at_once == 6
+    with pytest.raises(ConfigError, match=r"agents_at_once=4 .* 6 agents .*; 1, 2, 3, 6 would"):
+        make_sizes(config(num_seeds=12, agents_at_once=4), 2)
+
+
 def test_two_cores_are_used_by_agents_that_exchange_nothing(monkeypatch):
     monkeypatch.setattr("podracer.config.sizes.cpu_cores", lambda: 2)
     found = [

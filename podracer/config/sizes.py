@@ -63,7 +63,7 @@ def make_sizes(config: Config, num_devices: int, num_threads: int = 0) -> Sizes:
       ConfigError: the environments do not divide evenly over devices and threads, or the agents
         over turns.
     """
-    in_group = _devices_of_group(config, num_devices)
+    in_group = devices_of_group(config, num_devices)
     divisor = in_group * max(1, num_threads)
     if config.num_envs % divisor:
         threads = f" times {num_threads} actor threads" if num_threads else ""
@@ -99,7 +99,7 @@ def make_sizes(config: Config, num_devices: int, num_threads: int = 0) -> Sizes:
     )
 
 
-def _devices_of_group(config: Config, num_devices: int) -> int:
+def devices_of_group(config: Config, num_devices: int) -> int:
     """The devices that share each agent. Agents are spread over devices first, so that as few
     devices as possible have to exchange gradients."""
     return num_devices // math.gcd(len(config.members), num_devices)
@@ -149,7 +149,7 @@ def auto_cpu_devices(config: Config, hosts: int = 1) -> int:
       hosts: number of hosts.
     """
     devices = 2
-    share = _devices_of_group(config, devices * hosts)
+    share = devices_of_group(config, devices * hosts)
     steps = config.gradient_steps
     divides = config.num_envs % share == 0 and steps.parts % share == 0
     enough = share == 1 or steps.transitions >= 256 * share

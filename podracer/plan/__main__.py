@@ -48,7 +48,8 @@ FLAGS: dict[str, command_line.Flag] = {
     "envs_per_core": (
         flags.DEFINE_integer,
         0,
-        "Environments per learner core, instead of the config's num_envs; scales a replay buffer",
+        "Environments of an agent per learner core, instead of the config's num_envs; scales a "
+        "replay buffer",
     ),
     "json": (flags.DEFINE_bool, False, "Print JSON instead of tables"),
 }

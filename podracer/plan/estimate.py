@@ -12,7 +12,7 @@ from podracer.plan.chips import Slice
 from podracer.plan.costs import COLLECTIVES, Kernel
 from podracer.plan.programs import CompileResult, Memory, OutOfMemory, TracedRun
 
-CAPACITY = "replay.capacity"
+CAPACITY, AGENTS_AT_ONCE = "replay.capacity", "agents_at_once"
 NOT_INCLUDED = (
     "host time between calls, metrics and evaluation",
     "latency of collectives (only their bytes are counted)",
@@ -100,14 +100,17 @@ class Plan:
       topology, num_slices: the slice.
       arch: "anakin" or "sebulba".
       chips, cores, hosts: totals over all slices; a core is what JAX sees as a device.
-      num_envs, unroll_length: sizes of the run.
-      envs_per_core: environments per core that learns.
-      steps_per_update: environment steps per update.
-      gradient_steps: gradient steps per update.
+      num_agents, num_groups, agents_at_once: the agents of the run, the groups of cores that they
+        are spread over, and how many of a group learn at the same time.
+      num_envs, unroll_length: sizes of the run, for each agent.
+      envs_per_core: environments of an agent on each core that learns.
+      steps_per_update: environment steps per update of an agent.
+      gradient_steps: gradient steps per update of an agent.
       memory: bytes of memory of a core.
       programs: the programs of the run; () if the run does not fit.
       too_large: why the run does not fit; None if it fits.
-      roofline_steps_per_second: upper bound of the speed; None if the run does not fit.
+      roofline_steps_per_second: upper bound of the speed, of all agents together; None if the run
+        does not fit.
       compiler_steps_per_second: speed by the compiler's estimate of cycles; None if the run does
         not fit or the clock is unknown.
       not_included: what these two speeds leave out.
@@ -119,6 +122,9 @@ class Plan:
     chips: int
     cores: int
     hosts: int
+    num_agents: int
+    num_groups: int
+    agents_at_once: int
     num_envs: int
     envs_per_core: int
     unroll_length: int
@@ -322,6 +328,9 @@ def make_plan(
             return _too_large(_compile(run, tpu_slice, cache), run, memory)
 
         keys = ("num_envs", "unroll_length") + (CAPACITY,) * (too_large.replay > 0)
+        # Instead of 0, which is all.
+        config = dataclasses.replace(config, agents_at_once=run.sizes.agents_at_once)
+        keys += (AGENTS_AT_ONCE,) * (config.agents_at_once > 1)
         fits = {key: _largest_that_fits(config, key, too_large, check) for key in keys}
         too_large = dataclasses.replace(too_large, fits=fits)
     gradient_steps = config.gradient_steps.per_update
@@ -335,7 +344,7 @@ def make_plan(
 
     def speed(key: str) -> float | None:
         seconds = _update_seconds(plans, run.shared_devices, key) if plans else None
-        return sizes.steps_per_update / seconds if seconds else None
+        return sizes.num_agents * sizes.steps_per_update / seconds if seconds else None
 
     return Plan(
         topology=tpu_slice.topology,
@@ -344,6 +353,9 @@ def make_plan(
         chips=tpu_slice.num_chips,
         cores=len(tpu_slice.devices),
         hosts=len(tpu_slice.hosts),
+        num_agents=sizes.num_agents,
+        num_groups=sizes.num_groups,
+        agents_at_once=sizes.agents_at_once,
         num_envs=sizes.num_envs,
         envs_per_core=sizes.envs_per_device,
         unroll_length=sizes.unroll_length,

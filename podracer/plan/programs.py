@@ -10,7 +10,7 @@ import jax
 from podracer import envs
 from podracer.anakin import program as anakin_program
 from podracer.config import Config
-from podracer.config.sizes import Sizes, make_sizes
+from podracer.config.sizes import Sizes, devices_of_group, make_sizes
 from podracer.distributed import mesh as mesh_lib
 from podracer.errors import ConfigError, unknown
 from podracer.plan.chips import Slice
@@ -146,9 +146,9 @@ def device_splits(config: Config, tpu_slice: Slice) -> list[mesh_lib.Split]:
 
 
 def num_learner_devices(config: Config, arch: str, tpu_slice: Slice) -> int:
-    """The number of devices that learn, over which the environments are divided."""
+    """The number of devices that learn, over which the environments of an agent are divided."""
     if arch == "anakin":
-        return len(tpu_slice.devices)
+        return devices_of_group(config, len(tpu_slice.devices))
     return sum(len(split.learners) for split in device_splits(config, tpu_slice))
 
 

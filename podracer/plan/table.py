@@ -47,14 +47,27 @@ def _program_rows(program: ProgramPlan, plan: Plan) -> dict[str, str]:
     }
 
 
+def _agents(plan: Plan) -> str:
+    """The agents and where they learn; nothing for one agent."""
+    if plan.num_agents == 1:
+        return ""
+    each, cores = plan.num_agents // plan.num_groups, plan.cores // plan.num_groups
+    turns = f", {plan.agents_at_once:,} at a time" * (plan.agents_at_once < each)
+    return (
+        f"{plan.num_agents:,} agents, {each:,} on each of {plan.num_groups:,} groups of "
+        f"{cores:,} core{'s' * (cores > 1)}{turns}; for each agent: "
+    )
+
+
 def print_plan(plan: Plan, console: Console) -> None:
     """Prints all numbers of a plan."""
     console.print(
         f"{_slice_name(plan)}: {plan.chips:,} chips, {plan.cores:,} cores with "
         f"{size(plan.memory)} each, {plan.hosts:,} host{'s' * (plan.hosts > 1)}\n"
-        f"{plan.arch}: {plan.num_envs:,} environments ({plan.envs_per_core:,} per learner core) "
-        f"x {plan.unroll_length} steps = {plan.steps_per_update:,} steps per update, "
-        f"{plan.gradient_steps} gradient steps per update",
+        f"{plan.arch}: {_agents(plan)}{plan.num_envs:,} environments "
+        f"({plan.envs_per_core:,} per learner core) x {plan.unroll_length} steps = "
+        f"{plan.steps_per_update:,} steps per update, {plan.gradient_steps} gradient steps per "
+        "update",
         highlight=False,
     )
     if plan.too_large:
@@ -75,7 +88,8 @@ def print_plan(plan: Plan, console: Console) -> None:
         f"ESTIMATE: at most {_known(metric, plan.roofline_steps_per_second)} steps/s by the "
         "published peaks (roofline); about "
         f"{_known(metric, plan.compiler_steps_per_second)} steps/s by the compiler's estimate of "
-        f"cycles.\nNot included: {'; '.join(plan.not_included)}.",
+        f"cycles{', of all agents together' * (plan.num_agents > 1)}.\n"
+        f"Not included: {'; '.join(plan.not_included)}.",
         highlight=False,
     )
 
@@ -99,14 +113,16 @@ def _too_large(plan: Plan) -> str:
 
 def print_scaling(plans: Sequence[Plan], console: Console) -> None:
     """Prints a table of plans; flops and collectives are those of the program that learns."""
+    several = any(plan.num_agents > 1 for plan in plans)
+    agents = ("agents", "environments of each") if several else ("environments",)
     table = Table(
-        "slice", "chips", "cores", "hosts", "environments", "memory per core",
+        "slice", "chips", "cores", "hosts", *agents, "memory per core",
         "flops per core and update", "collectives per gradient step", "compile time",
         "steps/s, roofline", "steps/s, compiler",
     )  # fmt: skip
     for plan in plans:
-        counts = (plan.chips, plan.cores, plan.hosts, plan.num_envs)
-        cells = [_slice_name(plan), *map("{:,}".format, counts)]
+        cells = [_slice_name(plan), *map("{:,}".format, (plan.chips, plan.cores, plan.hosts))]
+        cells += [f"{plan.num_agents:,}"] * several + [f"{plan.num_envs:,}"]
         if plan.too_large:
             table.add_row(*cells, "too large")
             continue

@@ -182,8 +182,8 @@ def test_printed_plans(capsys):
         5.69e-5, None,
     )  # fmt: skip
     plan = estimate.Plan(
-        "v5e:2x2", 4, "anakin", 16, 16, 4, 4096, 256, 128, 524_288, 16, 2.0**34, (program,), None,
-        9.22e9, None, ("a", "b"),
+        "v5e:2x2", 4, "anakin", 16, 16, 4, 1, 1, 1, 4096, 256, 128, 524_288, 16, 2.0**34,
+        (program,), None, 9.22e9, None, ("a", "b"),
     )  # fmt: skip
     fits = {"num_envs": 512, "unroll_length": None}
     excess = estimate.TooLarge("step", 5 * 2**34, 2.0**34, 0, fits, "")
@@ -207,6 +207,14 @@ def test_printed_plans(capsys):
         "TOO LARGE: the program step needs 80.0 GiB, 64.0 GiB more than the 16.0 GiB of a core; "
         "num_envs=512 would fit" in printed(table.print_plan, no_fit, capsys)
     )
+
+    population = dataclasses.replace(plan, num_agents=64, num_groups=8, agents_at_once=4)
+    text = printed(table.print_plan, population, capsys)
+    assert (
+        "anakin: 64 agents, 8 on each of 8 groups of 2 cores, 4 at a time; for each agent: 4,096 "
+        "environments (256 per learner core)" in text
+    )
+    assert "estimate of cycles, of all agents together." in text
 
     text = printed(table.print_scaling, [plan, no_fit], capsys)
     (line, too_large) = (line for line in text.splitlines() if line.startswith("│ 4 x"))
@@ -281,6 +289,24 @@ def test_cartpole_scales_to_a_full_pod(libtpu):
     check_scaling([plan.programs[0] for plan in plans])
     assert [plan.cores for plan in plans] == [8, 16, 2048]
     json.dumps([dataclasses.asdict(plan) for plan in plans])
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_agents_of_different_groups_exchange_no_gradients_and_turns_need_less_memory(libtpu):
+    tpu_slice = chips.get_slice("v5e:2x2")
+    plans = []
+    for at_once in (0, 1):
+        sizes = {"num_envs": 256, "updates_per_call": 2}
+        config = config_of("cartpole.py", num_seeds=16, agents_at_once=at_once, **sizes)
+        env = programs.make_env(config, "anakin")
+        plans.append(estimate.make_plan(config, "anakin", env, tpu_slice))
+    for plan, at_once in zip(plans, (4, 1), strict=True):
+        assert (plan.num_agents, plan.num_groups, plan.agents_at_once) == (16, 4, at_once)
+        assert plan.programs[0].per_gradient_step.number == 0
+    together, in_turns = (plan.programs[0].memory for plan in plans)
+    assert in_turns.temporaries < 0.4 * together.temporaries
+    assert in_turns.arguments == together.arguments
 
 
 @needs_libtpu

@@ -2,8 +2,8 @@
 
     python -m podracer.anakin --config=configs/cartpole_r2d2.py
 
-Result: 492.8 on average in the final, greedy evaluations of seeds 0 to 4, of 500 at most. Hardware:
-one core of an AMD EPYC, 57 seconds beside other programs.
+Result: final, greedy evaluations of 492.8 of 500, on average over the seeds 0 to 4.
+Hardware: one core of an AMD EPYC, 57 seconds beside other programs.
 """
 
 import ml_collections

@@ -145,9 +145,9 @@ VARIANTS = [
     for variant in itertools.product(row.continuous, row.cores)
 ]
 FIRST = [(agent, row.continuous[0], row.cores[0]) for agent, row in ROWS.items()]
-# By default PPO learns values, and the others actions; MuZero takes longest to compile.
+# By default PPO learns values, and two others actions; .ci/run has another stage for actions.
 VALUES_FIRST = ("ppo",)
-ACTIONS_FIRST = ("alphazero", "d4pg", "r2d2", "vtrace")
+ACTIONS_FIRST = ("d4pg", "vtrace")
 
 
 def few(variants: list[Any], agents: Collection[str]) -> list[Any]:
@@ -232,13 +232,11 @@ DISCRETE = [agent for agent, row in ROWS.items() if False in row.continuous]
 @pytest.mark.parametrize(
     ("probe", "torso", "agent"),
     [
-        *(
-            pytest.param("masked", "mlp", agent, marks=[SLOW] * (agent != "dqn"))
-            for agent in DISCRETE
-        ),
-        *(pytest.param("parts", "minatar", agent, marks=SLOW) for agent in NETWORKS),
+        *(("masked", "mlp", agent) for agent in DISCRETE),
+        *(("parts", "minatar", agent) for agent in NETWORKS),
     ],
 )
+@SLOW
 def test_dictionaries_and_masks_are_understood(probe, torso, agent):
     config = make_probe(probe, agent, network__torso=torso, normalize_observations=True)
     program, _, state, step = make_run(config)
@@ -251,7 +249,7 @@ def test_dictionaries_and_masks_are_understood(probe, torso, agent):
 
 
 @pytest.mark.parametrize(
-    "agent", [pytest.param(x, marks=[SLOW] * (x in ("alphazero", "muzero"))) for x in DISCRETE]
+    "agent", [x if x in ("ppo", "dqn") else pytest.param(x, marks=SLOW) for x in DISCRETE]
 )
 def test_no_agent_takes_an_illegal_action(agent):
     """Not untrained, nor while environments are staggered, nor in any evaluation."""

@@ -213,7 +213,7 @@ def test_a_reanalysed_policy_is_what_a_search_finds():
     assert entropy.metrics["policy_entropy"] < np.log(ACTIONS) - 0.05
 
 
-@pytest.mark.parametrize("policy", ["gumbel", "muzero"])
+@pytest.mark.parametrize("policy", ["gumbel", pytest.param("muzero", marks=pytest.mark.slow)])
 def test_a_search_finds_the_best_action_and_its_value(policy):
     """Each action pays its own number for ever, and the prior knows nothing."""
     pays = jnp.array([0.0, 1.0, 0.3])

@@ -79,7 +79,7 @@ def test_a_selection_waits_for_an_episode_of_every_living_agent():
     assert due([1, 0], [True, False], 99)
 
 
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_copies_have_the_weights_of_others_and_settings_close_to_theirs(devices):
     """Without learning, weights show whose they are."""
     changes = {**POPULATION, "cpu_devices": devices}
@@ -118,7 +118,12 @@ def on_one_device():
 
 
 @pytest.mark.parametrize(
-    "changes", [{"cpu_devices": 4}, {"cpu_devices": 2, "agents_at_once": 1}], ids=str
+    "changes",
+    [
+        {"cpu_devices": 2, "agents_at_once": 1},
+        pytest.param({"cpu_devices": 4}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_a_population_learns_the_same_on_any_devices_and_in_turns(changes, on_one_device):
     result = anakin.train(config(**{**POPULATION, **changes}), quiet=True)

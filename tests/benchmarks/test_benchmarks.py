@@ -129,7 +129,7 @@ def test_checkpoint(load, capsys):
 @pytest.mark.parametrize(
     ("kind", "arguments", "variants"),
     [
-        ("planner", [], ["podracer", "plain"]),
+        pytest.param("planner", [], ["podracer", "plain"], marks=SLOW),
         pytest.param("selfplay", ["--env=pgx:tic_tac_toe"], ["podracer", "plain"], marks=SLOW),
         pytest.param(
             "unroll",

@@ -98,7 +98,8 @@ def test_a_checkpoint_is_written_every_five_minutes_by_default(tmp_path, monkeyp
     assert [update for update in saved if update < 5] == [3]
 
 
-@pytest.mark.parametrize("agent", ["dqn", pytest.param("ppo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("agent", ["dqn", "ppo"])
 def test_bfloat16_trains(agent):
     """Layers compute in bfloat16; weights, their gradients and the optimizer stay float32."""
     weights = {}

@@ -45,6 +45,7 @@ def test_host_environments_are_trained_in_by_sebulba(tmp_path):
     assert result.policy(np.zeros(4)) in (0, 1)
 
 
+@pytest.mark.slow
 def test_several_agents_have_the_first_ones_policy():
     result = podracer.train("gymnax:Pendulum-v1", num_seeds=2, **SMALL)
     action = result.policy(np.zeros(3))

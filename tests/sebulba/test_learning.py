@@ -85,6 +85,7 @@ def test_without_lag_sebulba_makes_the_updates_of_anakin(agent, core, env, monke
         np.testing.assert_allclose(logged, value[-1], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_actor_thread_collects_the_trajectories_of_anakin(monkeypatch):
     changes = {"num_envs": 16, "unroll_length": 12, "network__core": "gru"}
     config, state, _ = make_anakin(monkeypatch, **changes)

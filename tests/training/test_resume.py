@@ -37,8 +37,8 @@ def name_of(value) -> str:
     "changes",
     [
         # Observations are dictionaries.
-        {"env": "dummy:masked", "normalize_observations": True, **R2D2},
-        *(pytest.param(x, marks=pytest.mark.slow) for x in (D4PG, MUZERO, ALPHAZERO)),
+        {"env": "dummy:masked", "normalize_observations": True, **REPLAY},
+        *(pytest.param(x, marks=pytest.mark.slow) for x in (R2D2, D4PG, MUZERO, ALPHAZERO)),
         pytest.param({"normalize_rewards": True, "cpu_devices": 1}, marks=pytest.mark.slow),
         pytest.param(
             {**PENALTY, "whole_episodes": True},

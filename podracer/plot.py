@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from podracer.errors import run_command
-from podracer.monitoring import figures
+from podracer.monitoring import figures, sweeps
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,8 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", default="curves", help="path of the figure, without suffix")
     parser.add_argument(
         "--metric",
-        default=figures.RETURN,
-        help=f"metric to draw, such as {figures.EVALUATION}; default: {figures.RETURN}",
+        help=f"metric to draw; default: {figures.RETURN}, or of a sweep {figures.EVALUATION}",
     )
     parser.add_argument(
         "--x", default="both", choices=figures.X, help="x axis of the figure; default: both"
@@ -45,8 +44,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="a setting to name in labels, such as agent or ppo.clip, and again for more of them; "
         "default: all that differ between the curves",
     )
-    args = parser.parse_args(argv)
-    return run_command(lambda: figures.plot_runs(**vars(args)))
+    parser.add_argument(
+        "--sweep", action="store_true", help="draw the agents of one sweep, and their settings"
+    )
+    args = vars(parser.parse_args(argv))
+    plot, metric = figures.plot_runs, figures.RETURN
+    if args.pop("sweep"):
+        plot, metric = sweeps.plot_sweep, figures.EVALUATION
+    args["metric"] = args["metric"] or metric
+    return run_command(lambda: plot(**args))
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def _new_axes(width: float, height: float, panels: int = 1) -> "tuple[Figure, li
     return figure, axes
 
 
-def _format_x(axes: "Axes", x: str) -> None:
+def format_x(axes: "Axes", x: str) -> None:
     """Labels an x axis and starts it at zero; 1e6 steps are written as 1M."""
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
@@ -90,7 +90,7 @@ def draw(groups: Sequence[SeedGroup], metric: str, x: Sequence[str], smooth: int
             if error is not None:
                 low, high = mean - error, mean + error
                 panel.fill_between(at, low, high, color=style["color"], alpha=0.2, linewidth=0)
-        _format_x(panel, name)
+        format_x(panel, name)
     axes[0].set_ylabel(metric)
     environments = {run.config["env"] for group in groups for run in group.runs}
     if len(environments) == 1:
@@ -196,7 +196,7 @@ def draw_run(workdir: str | os.PathLike[str]) -> pathlib.Path | None:
         label = f"evaluation ± std over {config['evaluation']['episodes']} episodes"
         x, y, deviation = zip(*evaluation, strict=True)
         axes.errorbar(x, y, deviation, fmt="o", ms=4, capsize=3, color=COLORS[1], label=label)
-    _format_x(axes, "step")
+    format_x(axes, "step")
     axes.set_ylabel("episode return")
     axes.set_title(dashboard.title(config), fontsize="medium")
     figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)

@@ -44,6 +44,8 @@ def make_select(
         whole = mesh_lib.gather_agents((state.train, state.settings, state.alive))
         train, settings, alive = jax.tree.map(lambda x: x[mine], whole)
         keys = jax.vmap(builder.selection_key)(state.key, state.train.step)
+        # The agents of a sweep have the same seed, but each one explores for itself.
+        keys = jax.vmap(jax.random.fold_in)(keys, own)
         copied, new = mine != own, jax.vmap(changed)(settings, keys)
         settings = jax.tree.map(partial(jnp.where, copied), new, settings)
         scores = selection.no_scores(state.train.step)

@@ -61,7 +61,7 @@ def train(
             session=session,
             clock=clock,
             mesh=program.mesh,
-            make_policy=partial(builder.make_policy, parsed, program.agent, program.env),
+            make_policy=partial(builder.make_policy, parsed, program.env),
             report=partial(make_report, parsed),
         )
 

@@ -68,7 +68,8 @@ class Config(AgentSections):
         distributions such as "log_uniform(1e-5, 1e-2)" and "uniform(0.9, 1)"; 0 takes every
         combination.
       agents_at_once: number of agents of a group of devices that learn at the same time; the others
-        wait for their turn in each call. The result is the same, in less memory. 0 is all of them.
+        wait for their turn in each call. The result is the same up to rounding, in less memory. 0
+        is all of them.
       selection: see ``SelectionConfig``.
       total_steps: environment steps to train for, over all devices, rounded up to whole calls (see
         ``updates_per_call``).

@@ -42,6 +42,11 @@ class Member(NamedTuple):
         values = {**self.settings, "seed": self.seed}
         return " ".join(f"--config.{name}={x}" for name, x in values.items())
 
+    def at(self, row: Mapping[str, Any]) -> "Member":
+        """The member with its settings at a row of metrics, which selections may have changed."""
+        settings = {name: row.get(f"{self.name}/{name}", x) for name, x in self.settings.items()}
+        return self._replace(settings=settings)
+
 
 def expand(sweep: Mapping[str, Any], population: int, seeds: Sequence[int]) -> tuple[Member, ...]:
     """All members of a run, those of the first point first.
@@ -85,13 +90,11 @@ def distributions(sweep: Mapping[str, Any]) -> dict[str, Distribution]:
 
 
 def ends(sweep: Mapping[str, Any], seed: int) -> tuple[Member, ...]:
-    """Two members with the smallest and the largest settings that population-based training may
-    choose."""
+    """Members with the smallest and the largest settings that population-based training may choose,
+    in every combination."""
     found = distributions(sweep)
-    return tuple(
-        Member(name, seed, {key: getattr(x, name) for key, x in found.items()})
-        for name in ("low", "high")
-    )
+    points = itertools.product(*((x.low, x.high) for x in found.values()))
+    return tuple(Member("an end", seed, dict(zip(found, x, strict=True))) for x in points)
 
 
 def _flatten(sweep: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -55,8 +55,8 @@ class SelectionConfig:
 
     Attributes:
       every: number of updates between two selections, rounded up to whole calls (see
-        ``Config.updates_per_call``); 0 selects never. A selection also waits until every agent has
-        ended an episode since the last one.
+        ``Config.updates_per_call``); 0 selects never. A selection also waits until every agent that
+        has not diverged has ended an episode since the last one.
       share: the share of the agents that copies others, in (0, 0.5].
       step: how far the settings of an agent that has copied another one then move up or down, as a
         share of what they were drawn from (of its logarithm, if it is logarithmic).

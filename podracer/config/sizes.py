@@ -114,8 +114,8 @@ def _agents_at_once(config: Config, in_group: int) -> int:
     at_once = min(config.agents_at_once or in_group, in_group)
     if in_group % at_once:
         raise ConfigError(
-            f"agents_at_once={at_once} does not divide evenly the {in_group} agents of each group "
-            f"of devices; {_divisors(in_group, 1)} would"
+            f"the {in_group} agents of each group of devices do not divide evenly into turns of "
+            f"agents_at_once={at_once}; {_divisors(in_group, 1)} would"
         )
     return at_once
 
@@ -152,5 +152,7 @@ def auto_cpu_devices(config: Config, hosts: int = 1) -> int:
     share = devices_of_group(config, devices * hosts)
     steps = config.gradient_steps
     divides = config.num_envs % share == 0 and steps.parts % share == 0
+    each = len(config.members) * share // (devices * hosts)
+    divides &= each % min(config.agents_at_once or each, each) == 0
     enough = share == 1 or steps.transitions >= 256 * share
     return devices if cpu_cores() >= devices and enough and divides else 1

@@ -42,8 +42,8 @@ class HostsConfig:
       start_timeout_s: the same limit until all processes have joined and begun to train. Set it
         higher than the longest compilation takes, and higher than the time between the starts of
         the first and the last host.
-      drift_every: number of updates between two checks that all devices hold the same weights,
-        rounded up to whole host calls; 0 disables the check.
+      drift_every: number of updates between two checks that the devices of an agent hold the same
+        weights, rounded up to whole host calls; 0 disables the check.
     """
 
     timeout_s: float = 300.0

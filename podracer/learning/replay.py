@@ -230,8 +230,10 @@ class Replay(NamedTuple):
 
     def _raised(self, priorities: Array) -> Array:
         """Priorities raised to ``priority_exponent``, positive, so that every item can be drawn
-        again."""
-        return (priorities + LEAST_PRIORITY) ** self.config.priority_exponent
+        again. Those of an agent that diverges are the least: it may copy another one, but its
+        replay stays."""
+        finite = jnp.where(jnp.isfinite(priorities), priorities, 0.0)
+        return (finite + LEAST_PRIORITY) ** self.config.priority_exponent
 
     def _first_priorities(
         self, state: ReplayState, train_state: TrainState, window: Window

@@ -81,13 +81,15 @@ def parents(scores: Array, share: float) -> Array:
 
     Args:
       scores: ``[agents]``; of agents with equal scores, the one with the lower number is better.
+        One with a score of -infinity has diverged, and is not copied.
       share: the share of the agents that copies, at most a half.
     """
     count = scores.shape[0]
     copies = int(count * share)
     order = jnp.argsort(-scores, stable=True)
     worst = order[::-1][:copies]
-    return jnp.arange(count).at[worst].set(order[:copies])
+    best = order[:copies]
+    return jnp.arange(count).at[worst].set(jnp.where(jnp.isneginf(scores[best]), worst, best))
 
 
 def explore(

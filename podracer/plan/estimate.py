@@ -46,7 +46,7 @@ class ProgramPlan:
       flops: floating point operations, loops included.
       bytes: bytes read from and written to main memory, loops included.
       instructions: number of instructions that a device executes in sequence.
-      per_gradient_step: collectives of each gradient step.
+      per_gradient_step: collectives of each gradient step, of the agents that learn at once.
       per_update: all other collectives.
       host: instructions that wait for the host; there should be none.
       uncounted: number of instructions in loops whose trip count depends on data; they are counted
@@ -166,7 +166,8 @@ def _collectives(kernels: Iterable[Kernel], calls: float, repeats: float) -> Col
 
 
 def _plan_program(compiled: CompileResult, tpu_slice: Slice, gradient_steps: int) -> ProgramPlan:
-    """The estimates for a compiled program of a run, given its gradient steps per update."""
+    """The estimates for a compiled program of a run, given its gradient steps per update, those of
+    all turns."""
     kernels, calls = costs.kernels(compiled.text), compiled.program.calls
 
     def total(cost: Callable[[Kernel], float]) -> float:
@@ -334,9 +335,10 @@ def make_plan(
         fits = {key: _largest_that_fits(config, key, too_large, check) for key in keys}
         too_large = dataclasses.replace(too_large, fits=fits)
     gradient_steps = config.gradient_steps.per_update
+    turns = run.sizes.num_agents // run.sizes.num_groups // run.sizes.agents_at_once
     # Without too_large, no result is OutOfMemory; isinstance tells the type checker.
     plans = tuple(
-        _plan_program(result, tpu_slice, gradient_steps)
+        _plan_program(result, tpu_slice, gradient_steps * turns)
         for result in results
         if not too_large and isinstance(result, CompileResult)
     )

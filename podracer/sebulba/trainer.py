@@ -88,7 +88,7 @@ def train(
                 session=session,
                 clock=clock,
                 mesh=setup.mesh,
-                make_policy=partial(builder.make_policy, parsed, setup.components.agent, setup.env),
+                make_policy=partial(builder.make_policy, parsed, setup.env),
                 report=partial(timing.report, steps_per_update=setup.sizes.steps_per_update),
             )
 

@@ -12,7 +12,7 @@ from podracer.storage.workdir import read_config
 # not fit. Agents add further ones, see ``agents``.
 FIXED = (
     "architecture", "env", "env_kwargs", "env_params", "observed", "agent", "seed", "num_seeds",
-    "sweep", "population", "num_envs", "unroll_length", "network", "optimizer",
+    "sweep", "population", "selection.every", "num_envs", "unroll_length", "network", "optimizer",
     "normalize_observations", "normalize_rewards",
 )  # fmt: skip
 

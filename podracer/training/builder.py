@@ -28,6 +28,7 @@ from podracer.types import (
     Devices,
     Environment,
     HostEnvironment,
+    Row,
     Spec,
     Target,
     TrainState,
@@ -101,16 +102,17 @@ def build(config: Config, spec: Spec, sizes: Sizes) -> Components:
 
 
 def make_policy(
-    config: Config, agent: Agent, env: Environment | HostEnvironment, weights: Weights
+    config: Config, env: Environment | HostEnvironment, weights: Weights, last: Row
 ) -> Policy:
     """The policy that a run has trained; with several agents, the first one's.
 
     Args:
       config: the run's configuration.
-      agent: the run's agent.
       env: the run's environment, which converts observations and actions.
       weights: the trained weights; with several agents, the first axis is that of the agents.
+      last: the last row of metrics.
     """
+    agent = make_agent(config.alone(config.members[0].at(last)), env.spec)
     if len(config.members) > 1:
         weights = jax.tree.map(lambda x: x[0], jax.device_get(weights))
     return Policy(agent, weights, env, greedy=config.evaluation.greedy, seed=config.seed)

@@ -192,7 +192,7 @@ def run(
     session: Session,
     clock: Clock,
     mesh: jax.sharding.Mesh,
-    make_policy: Callable[[Weights], Policy],
+    make_policy: Callable[[Weights, Row], Policy],
     report: Callable[[Sequence[Row]], dict[str, Any]] = lambda _: {},
 ) -> Result:
     """Calls ``step`` until the run is finished or a signal asks it to stop.
@@ -209,7 +209,7 @@ def run(
       session: writes rows and checkpoints.
       clock: measures what time is spent on; it already contains the time of compilation.
       mesh: the devices that learn.
-      make_policy: makes the policy from the trained weights.
+      make_policy: makes the policy from the trained weights and the last row of metrics.
       report: further values of the summary, from all rows.
 
     Raises:
@@ -250,7 +250,7 @@ def run(
         summary = {**rows.summarize_run(session.rows[-1], config, clock), **report(session.rows)}
     session.finish(summary)
     whole = mesh_lib.replicate(state.train.weights, mesh)
-    return Result(whole, session.rows, summary, make_policy(whole))
+    return Result(whole, session.rows, summary, make_policy(whole, session.rows[-1]))
 
 
 def _is_due(every: int, before: int, after: int) -> bool:

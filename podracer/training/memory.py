@@ -24,8 +24,8 @@ class StateMemory(NamedTuple):
     """Memory that the state of a run needs on each device that learns.
 
     Attributes:
-      capacity: environment steps that the replay buffer holds, over all devices; 0 for agents
-        without one.
+      capacity: environment steps that the replay buffer holds, of one agent over all its
+        devices; 0 for agents without one.
       replay: bytes of the replay buffer.
       rest: bytes of everything else.
       mesh: the devices that learn.
@@ -116,7 +116,7 @@ def check(memory: StateMemory, config: Config) -> None:
     lower = f"lower it to {most:,}" if most else "lower num_envs"
     if 0 < most < config.replay.begin:
         lower += f" and replay.begin={config.replay.begin:,} with it"
-    seeds = " or train fewer agents at once" * (memory.num_agents > 1)
+    seeds = " or train fewer agents" * (memory.num_agents > 1)
     raise ConfigError(
         f"replay.capacity={config.replay.capacity:,} needs {size(memory.replay)} {memory.where}, "
         f"and the rest of the state {size(memory.rest)}, but a device has {size(int(limit))}; "

@@ -26,7 +26,7 @@ from podracer.envs import permission
 from podracer.errors import ConfigError
 from podracer.monitoring.formatting import mean_and_error, number
 from podracer.storage import checkpoint
-from podracer.storage.workdir import read_config
+from podracer.storage.workdir import read_config, read_rows
 from podracer.training import builder
 from podracer.types import Agent, Array, HostEnvironment, Weights
 from podracer.xla_cpu import prng
@@ -104,7 +104,8 @@ class SavedRun(NamedTuple):
     """One agent of a saved run.
 
     Attributes:
-      config: the run's config as if this agent had been trained alone.
+      config: the run's config as if this agent had been trained alone, with the settings that it
+        has at the last row.
       on_host: whether the environment is stepped on the host.
       num_agents: number of agents that the run trained.
     """
@@ -130,8 +131,10 @@ def read(workdir: epath.PathLike, member: int, allow_env: str | None) -> SavedRu
             f"--member={member} must be from 0 to {len(members) - 1}: the run has "
             f"{len(members)} agents"
         )
-    alone = config.alone(members[member])
-    return SavedRun(alone, content["architecture"] == "sebulba", len(members))
+    found = members[member]
+    if config.selection.every:
+        found = found.at(read_rows(workdir)[-1])
+    return SavedRun(config.alone(found), content["architecture"] == "sebulba", len(members))
 
 
 def load_weights(

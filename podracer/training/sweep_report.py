@@ -12,21 +12,23 @@ SHOWN = 5
 
 
 def make_report(config: Config, rows: Sequence[Row]) -> dict[str, Any]:
-    """Of a sweep, what its summary has in addition: settings and final evaluation of each member,
-    the number of the best one, its ancestors if there were selections, and what to print.
+    """What the summary of a sweep or a population has in addition: settings and final evaluation of
+    each member, the number of the best one, its ancestors if there were selections, and what to
+    print.
 
     Args:
       config: the run's configuration.
       rows: all rows of metrics.
     """
-    if not config.sweep:
+    last, selects = rows[-1], config.selection.every > 0
+    if not config.sweep and not selects:
         return {}
-    last, members, selects = rows[-1], config.members, config.selection.every > 0
+    members = [member.at(last) for member in config.members]
     found = [
         {
             "name": member.name,
             "seed": member.seed,
-            **settings_now(member, last),
+            **member.settings,
             "eval_return_mean": last[f"{member.name}/eval/episode_return"],
             "diverged": last.get(f"{member.name}/train/diverged") == 1,
         }
@@ -38,8 +40,7 @@ def make_report(config: Config, rows: Sequence[Row]) -> dict[str, Any]:
         title = "the best members, each with its settings at the end:"
     lines = [
         f"  {found[i]['eval_return_mean']:>10.4g}  {members[i].name}: "
-        f"{members[i]._replace(settings=settings_now(members[i], last)).text}"
-        f"{' (diverged)' * found[i]['diverged']}"
+        f"{members[i].text}{' (diverged)' * found[i]['diverged']}"
         for i in order[:SHOWN]
     ]
     report: dict[str, Any] = {"members": found, "best_member": order[0]}
@@ -50,16 +51,11 @@ def make_report(config: Config, rows: Sequence[Row]) -> dict[str, Any]:
     return {**report, "report": "\n".join([title, *lines])}
 
 
-def settings_now(member: Member, last: Row) -> dict[str, float]:
-    """The settings of a member, which selections may have changed."""
-    return {name: last.get(f"{member.name}/{name}", x) for name, x in member.settings.items()}
-
-
 def find_lineage(
     number: int, members: Sequence[Member], rows: Sequence[Row]
 ) -> list[dict[str, int]]:
-    """As which members an agent has learned what it knows: from which ``step`` on as which
-    ``member``, in the order of time.
+    """The members that an agent descends from, in the order of time: each ``member`` with the
+    ``step`` from which on it was that one.
 
     Args:
       number: its number at the end.

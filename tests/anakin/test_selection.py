@@ -13,7 +13,7 @@ from podracer.errors import ConfigError, ExitCode
 from podracer.learning import selection
 from podracer.learning.selection import Distribution, Scores
 from podracer.storage.workdir import read_rows
-from podracer.training import command_line
+from podracer.training import command_line, saved_run
 from podracer.training.sweep_report import find_lineage
 from tests.anakin.test_sweeps import config
 from tests.helpers import make_config
@@ -44,6 +44,11 @@ def test_the_worst_copy_the_best(share):
         for place in range(int(count * share)):
             expected[order[-1 - place]] = order[place]
         assert found.tolist() == expected
+
+
+def test_those_that_have_diverged_are_not_copied():
+    scores = jnp.array([-jnp.inf, -jnp.inf, 1.0, -jnp.inf])
+    assert selection.parents(scores, 0.5).tolist() == [0, 1, 2, 2]
 
 
 @pytest.mark.parametrize("logarithmic", [False, True])
@@ -82,15 +87,16 @@ def test_a_selection_waits_for_an_episode_of_every_living_agent():
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_copies_have_the_weights_of_others_and_settings_close_to_theirs(devices):
     """Without learning, weights show whose they are."""
-    changes = {**POPULATION, "cpu_devices": devices}
+    changes = {**POPULATION, "cpu_devices": devices, "population": 8}
+    changes["selection"] = {"every": 2, "share": 0.5, "resample": 1.0}
     changes["sweep"] = {"value_cost": "uniform(0.25, 0.75)"}
     result = anakin.train(config(learning_rate=1e-30, **changes), quiet=True)
     start = anakin.train(
         config(learning_rate=1e-30, **{**changes, "selection": {"every": 99}}), quiet=True
     )
     first, last = (jax.tree.leaves(x.weights.params)[-2] for x in (start, result))
-    names = [f"member_{i}" for i in range(4)]
-    descends, copies = list(range(4)), 0
+    names = [f"member_{i}" for i in range(8)]
+    descends, copies = list(range(8)), 0
     settings = start.metrics[-1]
     values = [settings[f"{name}/value_cost"] for name in names]
     for number, row in enumerate(result.metrics, 1):
@@ -103,13 +109,16 @@ def test_copies_have_the_weights_of_others_and_settings_close_to_theirs(devices)
             assert 0.25 <= new <= 0.75
             assert parent == i or new != values[parent]
             assert parent != i or new == values[i]
-        copies += sum(parent != i for i, parent in enumerate(parents))
+        drawn = [row[f"member_{i}/value_cost"] for i, parent in enumerate(parents) if parent != i]
+        # Each copy draws a number of its own.
+        assert len(set(drawn)) == len(drawn)
+        copies += len(drawn)
         descends = [descends[parent] for parent in parents]
         values = [row[f"{name}/value_cost"] for name in names]
-    assert copies == 4
+    assert copies == 16
     for i, ancestor in enumerate(descends):
         np.testing.assert_allclose(last[i], first[ancestor], atol=1e-6)
-    assert len(set(descends)) < 4
+    assert len(set(descends)) < 8
 
 
 @pytest.fixture(scope="module")
@@ -144,8 +153,8 @@ def test_one_that_has_diverged_goes_on_from_the_best():
     assert any(1 in x and x[x.index(1) :].count(0) for x in diverged), diverged
 
 
-def test_resumed_is_never_stopped(tmp_path, monkeypatch):
-    def run(workdir):
+def test_resumed_is_never_stopped(tmp_path, monkeypatch, capsys):
+    def run(workdir, *more):
         flags = [
             "--config.sweep.learning_rate=log_uniform(1e-4, 1e-2)",
             "--config.population=4",
@@ -156,6 +165,7 @@ def test_resumed_is_never_stopped(tmp_path, monkeypatch):
             "--config.evaluation.episodes=4",
             f"--workdir={tmp_path / workdir}",
             "--quiet",
+            *more,
         ]
         return command_line.main(anakin.train, ["anakin", "--config=configs/cartpole.py", *flags])
 
@@ -176,6 +186,18 @@ def test_resumed_is_never_stopped(tmp_path, monkeypatch):
         summary["members"][birth["member"]]["learning_rate"] == rows[0][-1][f"{best}/learning_rate"]
     )
     assert "each with its settings at the end" in summary["report"]
+    # It is evaluated with these settings.
+    found = saved_run.read(tmp_path / "whole", birth["member"], None).config
+    assert found.learning_rate == rows[0][-1][f"{best}/learning_rate"]
+    assert run("whole", "--config.selection.every=0") == ExitCode.CONFIG
+    assert "selection.every=1, not 0, which can't change" in capsys.readouterr().err
+
+
+def test_agents_that_differ_in_their_seed_are_selected():
+    changes = {"num_seeds": 4, "sweep": {}, "population": 0, "selection": {"every": 1}}
+    result = anakin.train(config(**{**POPULATION, **changes}), quiet=True)
+    assert "seed_3/parent" in result.metrics[-1]
+    assert result.summary["lineage"][-1]["member"] == result.summary["best_member"]
 
 
 def test_ancestors_are_found_in_the_rows():
@@ -201,7 +223,14 @@ def test_ancestors_are_found_in_the_rows():
         ({**POPULATION, "sweep": {"discount": [0.9, 1.0]}}, "sweep.discount is a list, but"),
         (
             {**POPULATION, "sweep": {"discount": "uniform(0, 1.01)"}},
-            "high of the sweep.*must be in",
+            "an end of the sweep.*must be in",
+        ),
+        (
+            {
+                **{**POPULATION, "agent": "d4pg"},
+                "sweep": {"d4pg": {"v_min": "uniform(-9, 5)", "v_max": "uniform(1, 9)"}},
+            },
+            "an end of the sweep, .*v_max=1.0 .*v_min=5.0",
         ),
     ],
 )

@@ -134,16 +134,17 @@ def test_turns_have_equally_many_agents():
     sizes = make_sizes(config(num_seeds=12, agents_at_once=3), 2)
     assert (sizes.num_groups, sizes.agents_at_once) == (2, 3)
     assert make_sizes(config(num_seeds=12, agents_at_once=9), 2).agents_at_once == 6
-    with pytest.raises(ConfigError, match=r"agents_at_once=4 .* 6 agents .*; 1, 2, 3, 6 would"):
+    with pytest.raises(ConfigError, match=r"6 agents .* agents_at_once=4; 1, 2, 3, 6 would"):
         make_sizes(config(num_seeds=12, agents_at_once=4), 2)
 
 
 def test_two_cores_are_used_by_agents_that_exchange_nothing(monkeypatch):
     monkeypatch.setattr("podracer.config.sizes.cpu_cores", lambda: 2)
-    found = [
-        auto_cpu_devices(config(num_seeds=n, num_envs=3, num_minibatches=1)) for n in (1, 2, 3)
-    ]
-    assert found == [1, 2, 1]
+    settings = {"num_envs": 3, "num_minibatches": 1}
+    assert [auto_cpu_devices(config(num_seeds=n, **settings)) for n in (1, 2, 3)] == [1, 2, 1]
+    # Six agents are turns of two on one device, but not three on each of two.
+    turns = [auto_cpu_devices(config(num_seeds=6, agents_at_once=n, **settings)) for n in (2, 3)]
+    assert turns == [1, 2]
 
 
 @pytest.mark.parametrize(

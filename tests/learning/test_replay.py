@@ -266,6 +266,11 @@ def test_new_items_get_the_largest_priority_and_losses_set_them():
     state = source.update(state, ticket, jnp.full(4, 9.0))
     set_to = state.priorities.items.reshape(envs, -1)[ticket.env, ticket.item]
     np.testing.assert_allclose(set_to, 3)
+    # An update that diverges gives the least priority, and leaves the others and the largest.
+    diverged = source.update(state, ticket, jnp.full(4, jnp.nan))
+    np.testing.assert_array_equal(diverged.largest, state.largest)
+    set_to = diverged.priorities.items.reshape(envs, -1)[ticket.env, ticket.item]
+    assert ((set_to > 0) & (set_to < 0.1)).all()
     state, _ = source.add(state, None, world.unroll(), None)
     items = np.asarray(state.priorities.items).reshape(envs, -1)
     new = [items[b, t] for b in range(envs) for t in range(T - 1, 2 * T - 1) if world.valid(t)[b]]

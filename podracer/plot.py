@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from podracer.errors import run_command
-from podracer.monitoring import figures, sweeps
+from podracer.monitoring import figures
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,8 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="append",
         default=[],
         metavar="SETTING",
-        help="a setting to name in labels, such as agent or ppo.clip, and again for more of them; "
-        "default: all that differ between the curves",
+        help="a setting to name in labels, and again for more of them; default: all that differ",
     )
     parser.add_argument(
         "--sweep", action="store_true", help="draw the agents of one sweep, and their settings"
@@ -50,9 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = vars(parser.parse_args(argv))
     plot, metric = figures.plot_runs, figures.RETURN
     if args.pop("sweep"):
+        from podracer.monitoring import sweeps  # This imports JAX, which takes a second.
+
         plot, metric = sweeps.plot_sweep, figures.EVALUATION
-    args["metric"] = args["metric"] or metric
-    return run_command(lambda: plot(**args))
+    return run_command(lambda: plot(**{**args, "metric": args["metric"] or metric}))
 
 
 if __name__ == "__main__":

@@ -64,8 +64,8 @@ def no_scores(updates: Array) -> Scores:
 
 
 def is_due(scores: Scores, alive: Array, updates: Array, every: int) -> Array:
-    """Whether agents are selected now, ``[]`` bool: every so many updates, once each of them has
-    ended an episode.
+    """Whether agents are selected now, ``[]`` bool: after ``every`` updates, and not before each
+    agent that has not diverged has ended an episode.
 
     Args:
       scores: of all agents, ``[agents]`` each.

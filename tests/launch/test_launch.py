@@ -27,6 +27,8 @@ from podracer import errors
 
 ROOT = pathlib.Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
+# What one launch shows, another one checks at length: these run in .ci/run.
+SLOW = pytest.mark.slow
 FAKE = pathlib.Path(__file__).with_name("fake_cloud.py")
 # What a shell could break: spaces, quotes, expansions, an empty argument, a second line.
 AWKWARD = ["--config.env=two words", 'it\'s "quoted" $HOME *', "", "a\nb"]
@@ -273,7 +275,9 @@ def test_tpu_vm_restarts_on_the_same_slice(cloud):
     assert requests(cloud) == ["create", "delete"]
 
 
-@pytest.mark.parametrize(("codes", "final"), ENDED)
+@pytest.mark.parametrize(
+    ("codes", "final"), [ENDED[0], *(pytest.param(*x, marks=SLOW) for x in ENDED[1:])]
+)
 def test_tpu_vm_does_not_restart_after_final_codes(cloud, codes, final):
     code, _, errors = finished(tpu_vm(cloud, [codes]))
     assert code == final, errors
@@ -282,6 +286,7 @@ def test_tpu_vm_does_not_restart_after_final_codes(cloud, codes, final):
     assert "training 1 0" in errors  # the log of the other worker, too
 
 
+@SLOW
 def test_tpu_vm_gives_up_after_too_many_failures(cloud):
     code, _, errors = finished(tpu_vm(cloud, GIVEN_UP, "--max_restarts=2"))
     assert code == 75, errors
@@ -292,9 +297,9 @@ def test_tpu_vm_gives_up_after_too_many_failures(cloud):
 @pytest.mark.parametrize(
     ("options", "track", "flags"),
     [
-        ((), (), []),
+        pytest.param((), (), [], marks=SLOW),
         (("--keep", "--internal_ip"), (), ["--internal-ip"]),
-        (("--iap",), ("alpha",), ["--tunnel-through-iap"]),
+        pytest.param(("--iap",), ("alpha",), ["--tunnel-through-iap"], marks=SLOW),
     ],
 )
 def test_tpu_vm_shows_the_log_and_deletes_after_ctrl_c(cloud, options, track, flags):
@@ -363,6 +368,7 @@ def test_tpu_vm_deletes_what_an_interrupted_request_has_created(cloud, outcome):
     assert not (cloud / "slices/pod").exists()
 
 
+@SLOW
 def test_tpu_vm_retries_a_failing_deletion(cloud):
     (cloud / "failing-deletions").write_text("4")
     code, _, errors = finished(tpu_vm(cloud, [[0, 0]]))
@@ -370,6 +376,7 @@ def test_tpu_vm_retries_a_failing_deletion(cloud):
     assert not (cloud / "slices/pod").exists()
 
 
+@SLOW
 def test_tpu_vm_reports_a_slice_that_it_cannot_delete(cloud):
     (cloud / "failing-deletions").write_text("1000000")
     code, _, errors = finished(tpu_vm(cloud, [[0, 0]], "--retry_for=1"))
@@ -378,6 +385,7 @@ def test_tpu_vm_reports_a_slice_that_it_cannot_delete(cloud):
     assert "queued-resources delete pod --force --zone=zone-a --project=project" in errors
 
 
+@SLOW
 def test_tpu_vm_reports_a_slice_that_somebody_else_deletes(cloud):
     process = tpu_vm(cloud, [["until SIGTERM"] * 2])
     wait_for_training(cloud)
@@ -387,6 +395,7 @@ def test_tpu_vm_reports_a_slice_that_somebody_else_deletes(cloud):
     assert "was deleted by somebody else" in errors
 
 
+@SLOW
 def test_tpu_vm_retries_a_failing_install_and_deletes(cloud):
     install = "echo no such package; echo >>$CLOUD/install-$TPU_WORKER_ID; false"
     code, _, errors = finished(tpu_vm(cloud, [], "--max_restarts=1", install=install))
@@ -405,7 +414,9 @@ def test_tpu_vm_does_not_wait_for_workers_that_cannot_report(cloud):
     assert requests(cloud) == ["create", "delete"]
 
 
-@pytest.mark.parametrize(("how", "lost"), [("graceful", "42"), ("new-disk", "137")])
+@pytest.mark.parametrize(
+    ("how", "lost"), [("graceful", "42"), pytest.param("new-disk", "137", marks=SLOW)]
+)
 def test_tpu_vm_resumes_after_a_worker_has_rebooted(cloud, how, lost):
     (cloud / "slow-kill").touch()  # the trainer ends while its worker still handles the signal
     process = tpu_vm(cloud, [[1, 1], ["4 after reboot", "until SIGTERM"], [0, 0]])
@@ -418,6 +429,7 @@ def test_tpu_vm_resumes_after_a_worker_has_rebooted(cloud, how, lost):
     assert posted(cloud, "slice-0/1/worker-1.exit") == lost
 
 
+@SLOW
 def test_a_reboot_after_the_end_of_a_run_changes_nothing(cloud):
     assert finished(tpu_vm(cloud, [[1, 1], [0, 0]], "--keep"))[0] == 0
 
@@ -432,6 +444,7 @@ def test_a_reboot_after_the_end_of_a_run_changes_nothing(cloud):
     assert posted(cloud, "slice-0/worker-1.exit") == "0"
 
 
+@SLOW
 def test_a_worker_that_never_reports_counts_as_crashed(cloud):
     plan = [["4 after loss", "until SIGTERM"], [4, 0]]
     process = tpu_vm(cloud, plan, "--max_restarts=1", "--report_timeout=1")
@@ -459,6 +472,7 @@ def test_worker_0_deletes_the_slice_of_a_launcher_that_was_killed(cloud):
     process.communicate(timeout=60)  # the process that follows the log has ended, too
 
 
+@SLOW
 def test_tpu_vm_chooses_the_runtime_version(cloud):
     versions = {
         "v2-8": "tpu-ubuntu2204-base",

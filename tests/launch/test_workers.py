@@ -167,6 +167,7 @@ def test_tpu_workers_run_makes_workers_and_deletes_them(workers):
     assert "PRIVATE KEY" in secrets["pod-tls"]
 
 
+@pytest.mark.slow
 def test_tpu_workers_restrict_who_reaches_what(workers):
     assert finished(tpu_workers(workers, "create", "--template_flag=--no-address"))[0] == 0
     allow, deny = created(workers, "compute", "firewall-rules", "create")
@@ -221,7 +222,14 @@ def test_tpu_workers_follow_the_slice_and_serve_the_next_run(workers):
 
 
 @pytest.mark.parametrize(
-    "refused", ["secrets add-iam-policy-binding", "firewall-rules create", "managed create"]
+    "refused",
+    [
+        *(
+            pytest.param(command, marks=pytest.mark.slow)
+            for command in ("secrets add-iam-policy-binding", "firewall-rules create")
+        ),
+        "managed create",
+    ],
 )
 def test_tpu_workers_leave_nothing_behind_when_creating_fails(workers, refused):
     (workers / "refused").write_text(json.dumps([refused]))
@@ -234,7 +242,10 @@ def test_tpu_workers_leave_nothing_behind_when_creating_fails(workers, refused):
     assert not (workers / "launched").exists()
 
 
-@pytest.mark.parametrize(("number", "final"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "final"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+)
 def test_tpu_workers_pass_signals_on_and_delete(workers, number, final):
     process = tpu_workers(workers, "run", command=until(workers, "never"))
     wait_for((workers / "launched").exists, "launcher")

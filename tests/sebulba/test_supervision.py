@@ -305,14 +305,13 @@ def test_a_process_that_died_takes_the_others_with_it(tmp_path):
     assert not [pid for pid in processes if running(pid)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("env", "every", "number", "code"),
     [
         ("gymnasium:CartPole-v1", 0, signal.SIGTERM, ExitCode.PREEMPTED),
-        *(
-            pytest.param(env, every, signal.SIGINT, ExitCode.INTERRUPTED, marks=pytest.mark.slow)
-            for env, every in (("gymnasium:CartPole-v1", 0), ("envpool:CartPole-v1", 1))
-        ),
+        ("gymnasium:CartPole-v1", 0, signal.SIGINT, ExitCode.INTERRUPTED),
+        ("envpool:CartPole-v1", 1, signal.SIGINT, ExitCode.INTERRUPTED),
     ],
 )
 def test_a_signal_to_all_processes_ends_a_run_cleanly(env, every, number, code, tmp_path):

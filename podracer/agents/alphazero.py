@@ -259,7 +259,10 @@ def make_search(spec: Spec, network: nets.Network, settings: Settings) -> Callab
         _, logits, value = network.apply(weights.params, (), now, first)
         return logits[0], value[0]
 
-    def step(weights: Weights, action: Array, state: ArrayTree) -> tuple[Any, ArrayTree]:
+    def step(
+        weights: Weights, key: Array, action: Array, state: ArrayTree
+    ) -> tuple[Any, ArrayTree]:
+        del key
         state, timestep = jax.vmap(model)(state, action)
         logits, value = predict(weights, timestep.observation)
         # A truncated episode is reset in the next step, which says nothing about this state.

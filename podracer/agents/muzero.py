@@ -17,6 +17,7 @@ import optax
 from flax import struct
 
 from podracer.agents import normalization, returns, target_network
+from podracer.agents.branches import make_branches
 from podracer.agents.model_targets import targets
 from podracer.agents.search import Found, Planner, SearchConfig
 from podracer.agents.settings import Settings, make_replay, replay_gradient_steps
@@ -78,6 +79,8 @@ class Config:
         network, and whose returns bootstrap from it (https://arxiv.org/abs/2104.06294).
       target_period: gradient steps between two updates of the target network, which copy the
         parameters.
+      sampled_actions: how many actions a search considers in each state, drawn from the policy,
+        where actions are continuous (Sampled MuZero, https://arxiv.org/abs/2104.06303).
     """
 
     search: SearchConfig = dataclasses.field(default_factory=SearchConfig)
@@ -89,6 +92,7 @@ class Config:
     bootstrap: str = "search"
     reanalyze: float = dataclasses.field(default=0.0, metadata=SAME_FOR_ALL)
     target_period: int = 200
+    sampled_actions: int = 20
 
     off_policy: ClassVar[bool] = True
     in_environment: ClassVar[bool] = False
@@ -99,10 +103,11 @@ class Config:
         "muzero.n_step",
         "muzero.largest_value",
         "muzero.atoms",
+        "muzero.sampled_actions",
     )
 
     def __post_init__(self):
-        for key in ("unroll", "n_step", "largest_value", "target_period"):
+        for key in ("unroll", "n_step", "largest_value", "target_period", "sampled_actions"):
             if getattr(self, key) <= 0:
                 raise ConfigError(f"muzero.{key} must be positive, got {getattr(self, key)}")
         if self.bootstrap not in BOOTSTRAPS:
@@ -170,12 +175,14 @@ def _refresher(planner: Planner, config: Config, devices: Devices):
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch.observation)
         return planner.predict(target, flat)[2].reshape(batch.found.value.shape)
 
-    def policies(target: Params, batch: Batch, numbers: Array, key: Array) -> Array:
+    def policies(target: Params, batch: Batch, numbers: Array, key: Array) -> tuple[Any, ...]:
         count = config.unroll + 1
         keys = jax.vmap(lambda i: jax.random.split(jax.random.fold_in(key, i), count))(numbers)
         flat = jax.tree.map(lambda x: x[:count].reshape(-1, *x.shape[2:]), batch.observation)
         found = planner.search(target, keys.T.ravel(), flat)
-        return found.policy.reshape(count, numbers.size, -1)
+        return jax.tree.map(
+            lambda x: x.reshape(count, numbers.size, *x.shape[1:]), (found.policy, found.actions)
+        )
 
     def refresh(target: Params, batch: Batch, key: Array) -> tuple[Batch, Array]:
         found, items = batch.found, batch.importance.size
@@ -188,8 +195,13 @@ def _refresher(planner: Planner, config: Config, devices: Devices):
             part = jax.tree.map(
                 lambda x: x[:, place], batch.replace(importance=batch.importance[None])
             )
-            policy = policies(target, part, devices.number() * items + place, key)
-            found = found.replace(policy=found.policy.at[: config.unroll + 1, place].set(policy))
+            fresh = policies(target, part, devices.number() * items + place, key)
+            policy, actions = jax.tree.map(
+                lambda old, new: old.at[: config.unroll + 1, place].set(new),
+                (found.policy, found.actions),
+                fresh,
+            )
+            found = found.replace(policy=policy, actions=actions)
             if config.bootstrap == "search":
                 found = found.replace(value=found.value.at[:, place].set(values(target, part)))
             again = again.at[place].set(1.0)
@@ -241,8 +253,10 @@ def _half_gradient(x: Array) -> Array:
     return 0.5 * x + 0.5 * jax.lax.stop_gradient(x)
 
 
-def _unroll(model: Model, params: Params, batch: Batch, length: int) -> tuple[Array, Array, Array]:
-    """What the model predicts along the actions taken: policy and value logits of all states
+def _unroll(
+    model: Model, params: Params, batch: Batch, length: int
+) -> tuple[ArrayTree, Array, Array]:
+    """What the model predicts along the actions taken: policies and value logits of all states
     ``[K+1, items, ...]``, and reward logits of all steps ``[K, items, atoms]``. The
     program does not grow with K: its steps are a loop, and all states are predicted at once."""
 
@@ -254,12 +268,12 @@ def _unroll(model: Model, params: Params, batch: Batch, length: int) -> tuple[Ar
     _, (later, reward) = jax.lax.scan(advance, first, batch.action[:length])
     states = jnp.concatenate([first[None], later])
     predicted = model.predict(params, states.reshape(-1, *first.shape[1:]))
-    logits, value = (x.reshape(*states.shape[:2], -1) for x in predicted)
-    return logits, value, reward
+    policy, value = jax.tree.map(lambda x: x.reshape(*states.shape[:2], *x.shape[1:]), predicted)
+    return policy, value, reward
 
 
 def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Agent:
-    """MuZero for discrete actions.
+    """MuZero; where actions are continuous, Sampled MuZero.
 
     Args:
       spec: observation and action spaces.
@@ -268,8 +282,7 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
       devices: the devices that learn.
 
     Raises:
-      ConfigError: actions are continuous, there are two players, the network has a core, or the
-        replay buffer is too small.
+      ConfigError: there are two players, the network has a core, or the replay buffer is too small.
     """
     if spec.players > 1:
         raise ConfigError(
@@ -278,7 +291,8 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
         )
     model = make_model(spec, settings.network, config.model, config.atoms)
     support = Support(config.largest_value, config.atoms)
-    planner = Planner(config.search, model, support, settings.discount)
+    branches = make_branches(spec.action, config.sampled_actions)
+    planner = Planner(config.search, model, support, settings.discount, branches)
     refresh = _refresher(planner, config, devices)
 
     def loss(
@@ -291,14 +305,14 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
         target = targets(
             config.unroll, config.n_step, settings.discount, batch.timestep, found.value
         )
-        logits, value, reward = _unroll(model, params, batch, config.unroll)
+        policy, value, reward = _unroll(model, params, batch, config.unroll)
         # The first step weighs as much as all others together (appendix G).
         share = jnp.array([1.0] + config.unroll * [1 / config.unroll])[:, None]
         error = optax.softmax_cross_entropy
-        policy = found.policy[: config.unroll + 1]
+        searched = jax.tree.map(lambda x: x[: config.unroll + 1], (found.policy, found.actions))
         values, rewards = support.encode(target.value), support.encode(target.reward)
         losses = {
-            "policy": share * target.policy_weight * error(logits, policy),
+            "policy": share * target.policy_weight * branches.error(policy, *searched),
             "value": share * target.value_weight * error(value, values),
             "reward": share[1:] * target.reward_weight * error(reward, rewards),
         }

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import mctx
 from flax import struct
 
+from podracer.agents.branches import ALL_ACTIONS, Branches
 from podracer.agents.value_scale import Support
 from podracer.errors import ConfigError, unknown
 from podracer.nets import masks
@@ -108,11 +109,12 @@ class Found(struct.PyTreeNode):
 
     Attributes:
       action: ``[B]`` int32, the action to take.
-      policy: ``[B, actions]``, the improved policy.
+      policy: ``[B, branches]``, the improved policy.
       value: ``[B]``, of the root: with the policy "muzero" the mean over all simulations, which are
         mostly of good actions; with "gumbel", whose simulations are spread over actions, the mean
         of the actions' values by the improved policy.
       depth: ``[B]`` float32, the depth of the tree, the longest sequence of actions in it.
+      actions: ``[B, branches, ...]``, what the numbers of ``policy`` are about, see ``Branches``.
       tree: mctx's ``Tree``, ``[B, nodes, ...]``, if it is kept; else ().
     """
 
@@ -120,6 +122,7 @@ class Found(struct.PyTreeNode):
     policy: Array
     value: Array
     depth: Array
+    actions: ArrayTree = ()
     tree: Any = ()
 
 
@@ -127,10 +130,10 @@ class Roots(struct.PyTreeNode):
     """Where searches begin, ``[B, ...]``.
 
     Attributes:
-      logits: ``[B, actions]``, of the prior policy.
+      logits: ``[B, branches]``, of the prior policy.
       value: ``[B]``.
       state: ``[B, ...]``, what a search steps.
-      legal: ``[B, actions]`` bool, see ``masks.legal``; None if all actions are.
+      legal: ``[B, branches]`` bool, see ``masks.legal``; None if all actions are.
     """
 
     logits: Array
@@ -139,8 +142,13 @@ class Roots(struct.PyTreeNode):
     legal: Array | None = None
 
 
-# ``(params, actions [B], states [B, ...]) -> (mctx.RecurrentFnOutput, next states)``.
-Step = Callable[[Params, Array, ArrayTree], tuple[Any, ArrayTree]]
+def batch_of_one(tree: Any) -> Any:
+    """``[...]`` -> ``[1, ...]``."""
+    return jax.tree.map(lambda x: x[None], tree)
+
+
+# ``(params, key, branches [B], states [B, ...]) -> (mctx.RecurrentFnOutput, next states)``.
+Step = Callable[[Params, Array, Array, ArrayTree], tuple[Any, ArrayTree]]
 
 
 def outcome(reward: Array, discount: Array, logits: Array, value: Array) -> Any:
@@ -228,18 +236,14 @@ def search(
       What they have found. No gradient flows through it.
     """
 
-    def recurrent(params: Params, _: Array, action: Array, state: ArrayTree) -> Any:
-        return step(params, action, state)
-
     policy = _policy(config, noise, temperature)
 
     def one(key: Array, root: Roots) -> Found:
-        # mctx wants a batch: here of one.
-        root = jax.tree.map(lambda x: x[None], root)
+        root = batch_of_one(root)
         logits = config.prior_exponent * root.logits
         start = lib.RootFnOutput(prior_logits=logits, value=root.value, embedding=root.state)
         invalid = None if root.legal is None else ~root.legal
-        output = policy(params, key, start, recurrent, config.simulations, invalid, **options)
+        output = policy(params, key, start, step, config.simulations, invalid, **options)
         tree: Any = output.search_tree
         value = tree.node_values[:, tree.ROOT_INDEX]
         if config.policy == "gumbel":
@@ -249,7 +253,7 @@ def search(
             output.action_weights,
             value,
             _depth(tree.parents),
-            tree if keep_tree else (),
+            tree=tree if keep_tree else (),
         )
         return jax.tree.map(lambda x: x[0], found)
 
@@ -264,29 +268,46 @@ class Planner(NamedTuple):
       model: the model.
       support: of its rewards and values.
       discount: gamma of the agent.
+      branches: what the branches of trees stand for.
     """
 
     config: SearchConfig
     model: Model
     support: Support
     discount: float
+    branches: Branches = ALL_ACTIONS
 
-    def predict(self, params: Params, observation: ArrayTree) -> tuple[Array, Array, Array]:
-        """States, policy logits ``[B, actions]`` and values ``[B]`` of observations."""
+    def predict(self, params: Params, observation: ArrayTree) -> tuple[Array, ArrayTree, Array]:
+        """States, policies and values ``[B]`` of observations."""
         state = self.model.represent(params, observation)
-        logits, value = self.model.predict(params, state)
-        return state, logits, self.support.decode(value)
+        policy, value = self.model.predict(params, state)
+        return state, policy, self.support.decode(value)
 
-    def _step(self, params: Params, action: Array, state: Array) -> tuple[Any, Array]:
-        state, reward = self.model.step(params, state, action)
-        logits, value = self.model.predict(params, state)
-        discount = jnp.full(action.shape, self.discount)
+    def _step(
+        self, params: Params, key: Array, branch: Array, node: tuple[Array, ArrayTree]
+    ) -> tuple[Any, tuple[Array, ArrayTree]]:
+        state, actions = node
+        state, reward = self.model.step(params, state, self.branches.action(actions, branch))
+        policy, value = self.model.predict(params, state)
+        logits, actions = self.branches.grow(key, policy)
+        discount = jnp.full(branch.shape, self.discount)
         decode = self.support.decode
-        return outcome(decode(reward), discount, logits, decode(value)), state
+        return outcome(decode(reward), discount, logits, decode(value)), (state, actions)
 
     def search(self, params: Params, keys: Array, observation: ArrayTree, **options: Any) -> Found:
         """Searches from observations ``[B, ...]``, see ``search``. Only there actions may be
         illegal: which ones are in the states that follow, the model does not say."""
-        state, logits, value = self.predict(params, observation)
-        roots = Roots(logits, value, state, masks.legal(observation))
-        return search(self.config, self._step, params, keys, roots, **options)
+        state, policy, value = self.predict(params, observation)
+        logits, actions = self._grow(keys, policy)
+        roots = Roots(logits, value, (state, actions), masks.legal(observation))
+        found = search(self.config, self._step, params, keys, roots, **options)
+        return found.replace(action=self.branches.action(actions, found.action), actions=actions)
+
+    def _grow(self, keys: Array, policy: ArrayTree) -> tuple[Array, ArrayTree]:
+        """The branches of roots, each drawn with a key of its own."""
+
+        def one(key: Array, policy: ArrayTree) -> tuple[Array, ArrayTree]:
+            one = self.branches.grow(jax.random.fold_in(key, 1), batch_of_one(policy))
+            return jax.tree.map(lambda x: x[0], one)
+
+        return jax.vmap(one)(keys, policy)

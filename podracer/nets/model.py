@@ -3,17 +3,18 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from math import prod
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from podracer.errors import ConfigError
-from podracer.nets import conv, masks
+from podracer.nets import conv, heads, masks
 from podracer.nets.mlp import MLP, linear
 from podracer.nets.network import DTYPES, Branch, NetworkConfig, as_functions
-from podracer.types import Array, ArrayTree, Discrete, Params, Spec
+from podracer.types import Array, ArrayTree, Box, Discrete, Params, Spec
 
 STATES = ("vector", "planes")
 
@@ -57,14 +58,15 @@ class Model(NamedTuple):
     Attributes:
       init: ``(key) -> params``.
       represent: ``(params, observation [B, ...]) -> state [B, ...]``.
-      step: ``(params, state, action [B]) -> (next state, reward logits [B, atoms])``.
-      predict: ``(params, state) -> (policy logits [B, actions], value logits [B, atoms])``.
+      step: ``(params, state, action [B, ...]) -> (next state, reward logits [B, atoms])``.
+      predict: ``(params, state) -> (policy, value logits [B, atoms])``, with a policy as that of
+        ``heads.policy_head``.
     """
 
     init: Callable[[Array], Params]
     represent: Callable[[Params, ArrayTree], Array]
     step: Callable[[Params, Array, Array], tuple[Array, Array]]
-    predict: Callable[[Params, Array], tuple[Array, Array]]
+    predict: Callable[[Params, Array], tuple[ArrayTree, Array]]
 
 
 def scale(state: Array) -> Array:
@@ -94,14 +96,14 @@ class Sizes(NamedTuple):
 
     Attributes:
       state: the shape of a state: ``(size,)``, or ``(height, width, channels)``.
-      actions: number of actions.
+      action: the space of actions.
       atoms: number of values that rewards and values are distributions over.
       network: settings of the network.
       config: settings of the model.
     """
 
     state: tuple[int, ...]
-    actions: int
+    action: Discrete | Box
     atoms: int
     network: NetworkConfig
     config: ModelConfig
@@ -111,10 +113,34 @@ class Sizes(NamedTuple):
         """What layers compute in."""
         return DTYPES[self.network.dtype]
 
+    @property
+    def action_size(self) -> int:
+        """Numbers that an action is for dynamics."""
+        space = self.action
+        return space.num_actions if isinstance(space, Discrete) else prod(space.shape)
+
+    def encode(self, action: Array) -> Array:
+        """Actions ``[B, ...]`` as ``[B, action_size]``: a one among zeros, or the numbers of a
+        continuous action, clipped as environments clip them."""
+        if isinstance(self.action, Discrete):
+            return jax.nn.one_hot(action, self.action.num_actions)
+        return jnp.clip(action, -1, 1).reshape(action.shape[0], self.action_size)
+
     def mlp(self, shape: tuple[int, ...], rngs: nnx.Rngs) -> MLP:
         """The layers between inputs of a shape and a distribution."""
         kind = self.network.activation
         return MLP(shape, self.config.hidden, kind, dtype=self.dtype, rngs=rngs)
+
+    def atoms_head(self, size: int, rngs: nnx.Rngs) -> nnx.Module:
+        """The last layer of a reward or a value."""
+        return _output(size, self.atoms, rngs=rngs)
+
+    def policy_head(self, size: int, rngs: nnx.Rngs) -> nnx.Module:
+        """The last layer of a policy."""
+        if isinstance(self.action, Discrete):
+            return _output(size, self.action.num_actions, rngs=rngs)
+        std = self.network.initial_log_std
+        return heads.GaussianHead(size, self.action, std, dtype=jnp.dtype(jnp.float32), rngs=rngs)
 
 
 class VectorRepresentation(nnx.Module):
@@ -136,30 +162,30 @@ class VectorDynamics(nnx.Module):
     """States ``[B, size]`` and actions ``[B]`` -> next states and reward logits."""
 
     def __init__(self, sizes: Sizes, *, rngs: nnx.Rngs):
-        self.actions, self.dtype = sizes.actions, sizes.dtype
+        self.encode, self.dtype = sizes.encode, sizes.dtype
         (size,) = sizes.state
-        self.layers = sizes.mlp((size + sizes.actions,), rngs)
+        self.layers = sizes.mlp((size + sizes.action_size,), rngs)
         self.change = linear(self.layers.out_size, size, 1.0, dtype=self.dtype, rngs=rngs)
-        self.reward = _output(self.layers.out_size, sizes.atoms, rngs=rngs)
+        self.reward = sizes.atoms_head(self.layers.out_size, rngs)
 
     def __call__(self, state: Array, action: Array) -> tuple[Array, Array]:
-        x = jnp.concatenate([state, jax.nn.one_hot(action, self.actions)], -1)
+        x = jnp.concatenate([state, self.encode(action)], -1)
         x = self.layers(x.astype(self.dtype))
         return scale(state + self.change(x).astype(jnp.float32)), self.reward(x)
 
 
 class VectorPrediction(nnx.Module):
-    """States ``[B, size]`` -> policy logits and value logits, each by layers of its own."""
+    """States ``[B, size]`` -> policy and value logits, each by layers of its own."""
 
     def __init__(self, sizes: Sizes, *, rngs: nnx.Rngs):
         self.dtype = sizes.dtype
         self.layers, self.outputs = nnx.List(), nnx.List()
-        for outputs in (sizes.actions, sizes.atoms):
+        for head in (sizes.policy_head, sizes.atoms_head):
             layers = sizes.mlp(sizes.state, rngs)
             self.layers.append(layers)
-            self.outputs.append(_output(layers.out_size, outputs, rngs=rngs))
+            self.outputs.append(head(layers.out_size, rngs))
 
-    def __call__(self, state: Array) -> tuple[Array, ...]:
+    def __call__(self, state: Array) -> tuple[ArrayTree, ...]:
         x = state.astype(self.dtype)
         pairs = zip(self.layers, self.outputs, strict=True)
         return tuple(output(layers(x)) for layers, output in pairs)
@@ -234,59 +260,61 @@ class PlanesRepresentation(nnx.Module):
 
 
 class PlanesDynamics(nnx.Module):
-    """States ``[B, H, W, channels]`` and actions ``[B]`` -> next states and reward logits. Each
-    action is a plane of ones among planes of zeros."""
+    """States ``[B, H, W, channels]`` and actions -> next states and reward logits. Each
+    number of an encoded action is a plane: of ones among zeros, where actions are discrete."""
 
     def __init__(self, sizes: Sizes, *, rngs: nnx.Rngs):
-        self.actions, self.dtype = sizes.actions, sizes.dtype
+        self.encode, self.dtype = sizes.encode, sizes.dtype
         channels = sizes.state[-1]
         self.conv = conv.conv(
-            channels + sizes.actions, channels, 3, padding="SAME", dtype=self.dtype, rngs=rngs
+            channels + sizes.action_size, channels, 3, padding="SAME", dtype=self.dtype, rngs=rngs
         )
         self.blocks = Blocks(channels, sizes.config.blocks, dtype=self.dtype, rngs=rngs)
-        self.reward = PlanesOutput(sizes, sizes.atoms, rngs=rngs)
+        self.reward = PlanesOutput(sizes, sizes.atoms_head, rngs=rngs)
 
     def __call__(self, state: Array, action: Array) -> tuple[Array, Array]:
         x = state.astype(self.dtype)
-        planes = jax.nn.one_hot(action, self.actions, dtype=self.dtype)[:, None, None]
-        planes = jnp.broadcast_to(planes, (*x.shape[:3], self.actions))
+        planes = self.encode(action).astype(self.dtype)[:, None, None]
+        planes = jnp.broadcast_to(planes, (*x.shape[:3], planes.shape[-1]))
         y = self.blocks(jax.nn.relu(x + self.conv(jnp.concatenate([x, planes], -1))))
         return scale(y.astype(jnp.float32)), self.reward(y)
 
 
 class PlanesOutput(nnx.Module):
-    """States ``[B, H, W, channels]`` -> ``[B, outputs]``: a 1 x 1 convolution to 16 channels, and
-    dense layers."""
+    """States ``[B, H, W, channels]`` -> what a last layer makes of them: a 1 x 1 convolution to 16
+    channels, dense layers, and that layer."""
 
-    def __init__(self, sizes: Sizes, outputs: int, *, rngs: nnx.Rngs):
+    def __init__(
+        self, sizes: Sizes, head: Callable[[int, nnx.Rngs], nnx.Module], *, rngs: nnx.Rngs
+    ):
         *place, channels = sizes.state
         self.conv = linear(channels, 16, 2**0.5, dtype=sizes.dtype, rngs=rngs)
         self.layers = sizes.mlp((*place, 16), rngs)
-        self.output = _output(self.layers.out_size, outputs, rngs=rngs)
+        self.output = head(self.layers.out_size, rngs)
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array) -> Any:
         return self.output(self.layers(jax.nn.relu(self.conv(x))))
 
 
 class PlanesPrediction(nnx.Module):
-    """States ``[B, H, W, channels]`` -> policy logits and value logits."""
+    """States ``[B, H, W, channels]`` -> policy and value logits."""
 
     def __init__(self, sizes: Sizes, *, rngs: nnx.Rngs):
         self.dtype = sizes.dtype
         self.blocks = Blocks(sizes.state[-1], sizes.config.blocks, dtype=self.dtype, rngs=rngs)
-        self.policy = PlanesOutput(sizes, sizes.actions, rngs=rngs)
-        self.value = PlanesOutput(sizes, sizes.atoms, rngs=rngs)
+        self.policy = PlanesOutput(sizes, sizes.policy_head, rngs=rngs)
+        self.value = PlanesOutput(sizes, sizes.atoms_head, rngs=rngs)
 
-    def __call__(self, state: Array) -> tuple[Array, Array]:
+    def __call__(self, state: Array) -> tuple[ArrayTree, Array]:
         x = self.blocks(state.astype(self.dtype))
         return self.policy(x), self.value(x)
 
 
 def _modules(
-    spec: Spec, actions: int, atoms: int, network: NetworkConfig, config: ModelConfig
+    spec: Spec, atoms: int, network: NetworkConfig, config: ModelConfig
 ) -> dict[str, Callable[[nnx.Rngs], nnx.Module]]:
     """What builds the parts of a model, by their names."""
-    sizes = Sizes((config.size,), actions, atoms, network, config)
+    sizes = Sizes((config.size,), spec.action, atoms, network, config)
     if config.state == "vector":
         return {
             "representation": lambda rngs: VectorRepresentation(spec, network, config, rngs=rngs),
@@ -321,21 +349,16 @@ def make_model(spec: Spec, network: NetworkConfig, config: ModelConfig, atoms: i
       atoms: number of values that rewards and values are distributions over.
 
     Raises:
-      ConfigError: actions are continuous, the network has a core, or can't take the observations.
+      ConfigError: the network has a core, or can't take the observations.
     """
     masks.check(spec)
-    if not isinstance(spec.action, Discrete):
-        raise ConfigError(
-            f"this environment has continuous actions of shape {spec.action.shape}, but a search "
-            "tree has a branch for each action; use agent='ppo' or agent='d4pg'"
-        )
     if network.core != "none":
         raise ConfigError(
             f"network.core={network.core!r}: a model's states are computed from one observation; "
             "use network.core='none', and for environments that need memory agent='r2d2' or "
             "agent='ppo'"
         )
-    modules = _modules(spec, spec.action.num_actions, atoms, network, config)
+    modules = _modules(spec, atoms, network, config)
     functions = {name: as_functions(make) for name, make in modules.items()}
 
     def init(key: Array) -> Params:
@@ -350,7 +373,7 @@ def make_model(spec: Spec, network: NetworkConfig, config: ModelConfig, atoms: i
     def step(params: Params, state: Array, action: Array) -> tuple[Array, Array]:
         return functions["dynamics"][1](params["dynamics"], state, action)
 
-    def predict(params: Params, state: Array) -> tuple[Array, Array]:
+    def predict(params: Params, state: Array) -> tuple[ArrayTree, Array]:
         return functions["prediction"][1](params["prediction"], state)
 
     return Model(init, represent, step, predict)

@@ -1,11 +1,14 @@
 """Errors that a person can act on, and the exit codes that commands end with."""
 
+import argparse
 import difflib
 import enum
 import inspect
+import pathlib
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 # The name for pip: on the package index, "podracer" is a podcast library.
 DISTRIBUTION = "podracer-rl"
@@ -38,49 +41,113 @@ FINAL = frozenset(
 )
 
 
-class ConfigError(ValueError):
+PACKAGE = pathlib.Path(__file__).parent
+PAGE = "docs/troubleshooting.md"
+# The sections of the page that list the messages of a file or folder; the longest name that fits
+# counts.
+SECTIONS = {
+    "": "config",
+    "__main__.py": "starting-a-run",
+    "acting/rendering.py": "evaluating-and-comparing-runs",
+    "distributed/": "devices-and-several-hosts",
+    "distributed/signals.py": "exit-codes",
+    "doctor.py": "doctor",
+    "envs/": "environments",
+    "envs/permission.py": "evaluating-and-comparing-runs",
+    "evaluate.py": "evaluating-and-comparing-runs",
+    "look.py": "evaluating-and-comparing-runs",
+    "match.py": "evaluating-and-comparing-runs",
+    "monitoring/": "evaluating-and-comparing-runs",
+    "monitoring/writers.py": "live-view-tensorboard-weights--biases",
+    "plan/": "tpu-planning",
+    "plot.py": "evaluating-and-comparing-runs",
+    "remote/": "remote-workers",
+    "sebulba/threads.py": "a-run-hangs",
+    "storage/": "saving-and-resuming",
+    "training/agreement.py": "devices-and-several-hosts",
+    "training/command_line.py": "starting-a-run",
+    "training/match.py": "evaluating-and-comparing-runs",
+    "training/memory.py": "memory",
+    "training/options.py": "starting-a-run",
+    "training/rows.py": "divergence",
+    "training/saved_run.py": "evaluating-and-comparing-runs",
+    "worker.py": "remote-workers",
+}
+CRASH = "a-crash"
+
+
+def section_of(file: str) -> str:
+    """The section of the page on the messages of a file, given its path in the package."""
+    return SECTIONS[max((name for name in SECTIONS if file.startswith(name)), key=len)]
+
+
+def see(section: str) -> str:
+    """The line below an error that says where it is explained."""
+    return f"See {PAGE}#{section}"
+
+
+def _own_section() -> str:
+    """The section on the function that makes an error, outside of this module."""
+    frame = sys._getframe()
+    while frame is not None:
+        path = pathlib.Path(frame.f_code.co_filename)
+        if PACKAGE in path.parents and path != pathlib.Path(__file__):
+            return section_of(path.relative_to(PACKAGE).as_posix())
+        frame = frame.f_back
+    return "exit-codes"
+
+
+class _Explained(BaseException):
+    """An error that says where it is explained, in a note, which Python prints below it too."""
+
+    def __init__(self, *args: object):
+        super().__init__(*args)
+        self.add_note(see(_own_section()))
+
+
+class ConfigError(_Explained, ValueError):
     """An impossible setting, found before anything compiles: the user must change something."""
 
     code: ClassVar[ExitCode] = ExitCode.CONFIG
 
 
-class DivergedError(RuntimeError):
+class DivergedError(_Explained, RuntimeError):
     """A loss or a gradient became NaN or infinite."""
 
     code: ClassVar[ExitCode] = ExitCode.DIVERGED
 
 
-class ActorError(RuntimeError):
+class ActorError(_Explained, RuntimeError):
     """A thread of Sebulba failed or hangs."""
 
     code: ClassVar[ExitCode] = ExitCode.STALLED
 
 
-class SaveError(RuntimeError):
+class SaveError(_Explained, RuntimeError):
     """The state of a run cannot be written or read back."""
 
     code: ClassVar[ExitCode] = ExitCode.NOT_SAVED
 
 
-class DriftError(RuntimeError):
+class DriftError(_Explained, RuntimeError):
     """Devices that must hold the same weights do not."""
 
     code: ClassVar[ExitCode] = ExitCode.DRIFTED
 
 
-class DisplacedError(RuntimeError):
+class DisplacedError(_Explained, RuntimeError):
     """The workdir now belongs to another run, which must not be displaced in turn."""
 
     code: ClassVar[ExitCode] = ExitCode.DISPLACED
 
 
-class TransientError(RuntimeError):
+class TransientError(_Explained, RuntimeError):
     """Storage or the network failed even after retries; the same command may work later."""
 
     code: ClassVar[ExitCode] = ExitCode.TRANSIENT
 
 
-class PreemptedError(BaseException):
+class PreemptedError(_Explained):
     """The system asked the run to end, with SIGTERM.
 
     Like ``KeyboardInterrupt`` it is not an ``Exception``: code that retries after a failure must
@@ -112,16 +179,32 @@ def code_of(error: BaseException | None) -> ExitCode:
 
 
 def run_command(command: Callable[[], Any]) -> ExitCode:
-    """Runs a command, prints an expected error in one line, and returns the exit code."""
+    """Runs a command and returns the exit code.
+
+    An expected error is printed in one line, any other one with its traceback. The line below says
+    where it is explained.
+    """
     try:
         command()
     except ERRORS as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("\n".join([f"error: {error}", *error.__notes__]), file=sys.stderr)
         return code_of(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return ExitCode.INTERRUPTED
+    except Exception as error:
+        # Printed here, because Python would first wait for threads and other processes.
+        error.add_note(see(CRASH))
+        traceback.print_exc()
+        return ExitCode.CRASHED
     return ExitCode.OK
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """Reads a command line; what is wrong with it becomes a ``ConfigError``."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; {self.prog} --help lists the arguments")
 
 
 def check_kwargs(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:

@@ -3,26 +3,28 @@
 Prints the dashboard as of the newest row of metrics; with ``--out`` also writes it to an SVG file.
 """
 
-import argparse
 import pathlib
 import sys
 from collections.abc import Sequence
 
-from podracer.errors import run_command
+from podracer.errors import ArgumentParser, run_command
 from podracer.monitoring.console import show_run
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; ``argv`` excludes the program's name. Returns the exit code."""
-    parser = argparse.ArgumentParser(
+def _command(argv: Sequence[str] | None) -> None:
+    parser = ArgumentParser(
         prog="python -m podracer.look", description="Shows the progress of a run."
     )
     parser.add_argument("workdir", help="workdir of the run")
     parser.add_argument("--out", type=pathlib.Path, help="SVG file to write the dashboard to")
     parser.add_argument("--width", type=int, help="width in characters; default: the terminal's")
     parser.add_argument("--verbose", action="store_true", help="show all values of the newest row")
-    args = parser.parse_args(argv)
-    return run_command(lambda: show_run(**vars(args)))
+    show_run(**vars(parser.parse_args(argv)))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; ``argv`` excludes the program's name. Returns the exit code."""
+    return run_command(lambda: _command(argv))
 
 
 if __name__ == "__main__":

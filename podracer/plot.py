@@ -9,13 +9,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from podracer.errors import run_command
+from podracer.errors import ArgumentParser, run_command
 from podracer.monitoring import figures
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; ``argv`` excludes the program's name. Returns the exit code."""
-    parser = argparse.ArgumentParser(
+def _command(argv: Sequence[str] | None) -> None:
+    parser = ArgumentParser(
         prog="python -m podracer.plot",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -30,11 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--x", default="both", choices=figures.X, help="x axis of the figure; default: both"
     )
     parser.add_argument(
-        "--smooth",
-        type=int,
-        default=1,
-        metavar="ROWS",
-        help="length of a moving average over rows; default: 1, no averaging",
+        "--smooth", type=int, default=1, metavar="ROWS", help="average each point over as many rows"
     )
     parser.add_argument(
         "--label",
@@ -52,7 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         from podracer.monitoring import sweeps  # This imports JAX, which takes a second.
 
         plot, metric = sweeps.plot_sweep, figures.EVALUATION
-    return run_command(lambda: plot(**{**args, "metric": args["metric"] or metric}))
+    plot(**{**args, "metric": args["metric"] or metric})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; ``argv`` excludes the program's name. Returns the exit code."""
+    return run_command(lambda: _command(argv))
 
 
 if __name__ == "__main__":

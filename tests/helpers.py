@@ -3,6 +3,7 @@
 import functools
 import operator
 import pathlib
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,11 @@ from podracer.types import ENVS_AXIS, Trajectory
 
 # The repository.
 ROOT = pathlib.Path(__file__).parent.parent
+
+
+def is_one_error(text: str) -> bool:
+    """Whether a command has printed one error, in one line, and below it where it is explained."""
+    return re.fullmatch(r"error: .+\nSee docs/troubleshooting\.md#[\w-]+\n", text) is not None
 
 
 def make_config(**changes: Any) -> Config:

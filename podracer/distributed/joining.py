@@ -25,7 +25,7 @@ from jax._src.clusters import cloud_tpu_cluster
 
 from podracer.distributed import signals
 from podracer.distributed.abort import on_abort
-from podracer.errors import ConfigError, ExitCode, PreemptedError, TransientError
+from podracer.errors import ConfigError, ExitCode, PreemptedError, TransientError, see
 
 # Seconds between two attempts to detect the cluster; doubled after each.
 FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 30.0
@@ -260,7 +260,8 @@ def _connect(address: Address, local_devices: Sequence[int] | None, hosts: Hosts
     )
 
     def report(event: str) -> None:
-        print(f"error: {who} {event}", file=sys.stderr, flush=True)
+        text = f"error: {who} {event}\n{see('devices-and-several-hosts')}"
+        print(text, file=sys.stderr, flush=True)
 
     def give_up() -> None:
         limit = f"{hosts.start_timeout_s:g} s (hosts.start_timeout_s)"

@@ -17,8 +17,9 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from podracer.distributed.abort import on_abort
-from podracer.errors import FINAL, ExitCode
+from podracer.errors import FINAL, ExitCode, see
 
+EXPLAINED = see("devices-and-several-hosts")
 # File descriptor for stack traces: sys.stderr may be replaced by an object without one.
 STDERR = 2
 
@@ -339,7 +340,7 @@ class Watchdog:
         resumes = "" if code in FINAL else "; the same command resumes from the last checkpoint"
         text = (
             f"error: {reason}. All processes end{resumes}. Last states:\n"
-            f"{describe_processes(dict(self._seen), time.monotonic())}\n"
+            f"{describe_processes(dict(self._seen), time.monotonic())}\n{EXPLAINED}\n"
             f"Stack of this process, {self._index}:"
         )
         try:
@@ -355,7 +356,8 @@ class Watchdog:
         """Ends the process with a message when a C++ library aborts it."""
         own, first = self._own, self._seen[0].state
         if own.exit_code is not None:
-            print(f"error: {own.error or 'the coordinator is gone'}", file=sys.stderr, flush=True)
+            text = f"error: {own.error or 'the coordinator is gone'}\n{EXPLAINED}"
+            print(text, file=sys.stderr, flush=True)
             os._exit(own.exit_code or ExitCode.STALLED)
         if first.exit_code:
             self._exit_process(

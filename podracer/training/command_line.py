@@ -245,10 +245,6 @@ def main(train: Callable[..., Any], argv: Sequence[str] | None = None) -> int:
     before = signal.signal(signal.SIGTERM, _end)
     try:
         return run_command(command)
-    except Exception:
-        # Printed here, because Python would first wait for threads and other processes.
-        traceback.print_exc()
-        return ExitCode.CRASHED
     except SystemExit:
         # From --help, or from rich if the output is closed.
         if not processes.failed_alone():

@@ -23,6 +23,7 @@ from podracer.monitoring.curves import (
     mean_curve,
     read_run,
 )
+from tests.helpers import is_one_error
 
 RETURN = figures.RETURN
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -282,7 +283,7 @@ def test_impossible_figures_are_rejected_with_a_one_line_error(name, tmp_path, c
     assert plot.main(arguments(tmp_path / "runs")) == ExitCode.CONFIG
     error = capsys.readouterr().err
     assert message in error
-    assert error.count("\n") == 1
+    assert is_one_error(error)
     assert not list(tmp_path.glob("curves*"))
 
 

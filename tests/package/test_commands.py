@@ -61,7 +61,10 @@ def test_the_version_is_printed(monkeypatch, capsys):
 
 def test_an_unknown_command_is_rejected_with_the_nearest_one(monkeypatch, capsys):
     assert main(monkeypatch, "anakn") == ExitCode.CONFIG
-    assert capsys.readouterr().err == "error: unknown command 'anakn'; did you mean anakin?\n"
+    assert capsys.readouterr().err == (
+        "error: unknown command 'anakn'; did you mean anakin?\n"
+        "See docs/troubleshooting.md#starting-a-run\n"
+    )
 
 
 def test_plan_sets_its_environment_before_jax_starts(tmp_path):

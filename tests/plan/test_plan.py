@@ -17,6 +17,7 @@ from podracer.plan import __main__ as plan_main
 from podracer.plan import chips, estimate, programs, table
 from podracer.plan.costs import Kernel
 from podracer.xla_cpu import prng
+from tests.helpers import is_one_error
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 CARTPOLE = f"--config={CONFIGS / 'cartpole.py'}"
@@ -160,7 +161,7 @@ def test_impossible_arguments_are_rejected_with_a_one_line_error(arguments, mess
     assert run(*arguments) == ExitCode.CONFIG
     error = capsys.readouterr().err
     assert message in error
-    assert error.count("\n") == 1
+    assert is_one_error(error)
 
 
 def test_a_missing_tpu_compiler_is_rejected_with_the_install_command(monkeypatch, capsys):

@@ -16,7 +16,7 @@ from podracer.acting.policy import Policy
 from podracer.errors import ConfigError, ExitCode
 from podracer.training import builder, saved_run
 from podracer.xla_cpu import prng
-from tests.helpers import make_config
+from tests.helpers import is_one_error, make_config
 
 HOST = ("envpool", "gymnasium")
 
@@ -199,7 +199,7 @@ def test_bad_settings_end_in_one_line_and_exit_code_2(
     assert command(*given, *arguments) == ExitCode.CONFIG
     error = capsys.readouterr().err
     assert message in error
-    assert error.count("\n") == 1
+    assert is_one_error(error)
 
 
 @pytest.fixture
@@ -237,7 +237,7 @@ def test_an_environment_that_can_not_be_drawn_is_rejected_before_anything_is_pla
     assert command(f"--workdir={workdir}", f"--gif={workdir}/out.gif") == ExitCode.CONFIG
     error = capsys.readouterr().err
     assert f"{env_id} can't be drawn" in error
-    assert error.count("\n") == 1
+    assert is_one_error(error)
     assert not (workdir / "out.gif").exists()
 
 

@@ -37,9 +37,9 @@ LEARNING_CURVE = "learning_curve.png"
 # Suffix that is added to the name of a file that can't be read when a run is resumed.
 DAMAGED = ".damaged"
 PACKAGES = (
-    "jax", "jaxlib", "flax", "optax", "rlax", "distrax", "chex", "mctx", "gymnax", "envpool", "gymnasium",
-    "brax", "craftax", "jumanji", "navix", "pgx", "playground", "xminigrid", "grpcio", "orbax-checkpoint",
-    "numpy",
+    "jax", "jaxlib", "flax", "optax", "rlax", "distrax", "chex", "mctx", "gymnax", "envpool",
+    "gymnasium", "brax", "craftax", "jumanji", "navix", "pgx", "playground", "xminigrid", "grpcio",
+    "orbax-checkpoint", "numpy",
 )  # fmt: skip
 # Errors of file systems without locks, such as some Lustre and NFS mounts.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)

@@ -291,7 +291,7 @@ def check_variables(environment: Mapping[str, str]) -> Iterator[Finding]:
             yield Finding("problem", "variables", f"no run starts under {name}", f"unset {name}")
     if given.get("JAX_DISABLE_JIT", "0").lower() not in ("", "0", "false"):
         text = "JAX_DISABLE_JIT is set, so that nothing is compiled"
-        yield Finding("problem", "variables", text, "unset JAX_DISABLE_JIT")
+        yield Finding("warning", "variables", text, "unset JAX_DISABLE_JIT")
     flags: dict[str, list[str]] = {}
     for flag in given.get("XLA_FLAGS", "").split():
         name, _, value = flag.lstrip("-").partition("=")

@@ -34,6 +34,12 @@ OWN_EXTRAS = ("dev", "test")
 PROBE_S = 180
 # Free bytes of a folder: with less than these it is a problem, and a warning.
 LEAST_DISK, LITTLE_DISK = 100 * 2**20, 5 * 2**30
+# The key by which the probe reports an accelerator, its name, and the packages that let JAX use it,
+# with the extras that install them.
+ACCELERATORS = (
+    ("nvidia", "an NVIDIA GPU", {"jax-cuda12-plugin": "cuda12", "jax-cuda13-plugin": "cuda13"}),
+    ("tpu", "a TPU", {"libtpu": "tpu"}),
+)
 # Variables by which a user may hide an accelerator.
 HIDE = ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")
 CPU_DEVICES = "xla_force_host_platform_device_count"
@@ -155,9 +161,12 @@ def check_extras() -> Iterator[Finding]:
         every = importlib.metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
     except importlib.metadata.PackageNotFoundError:
         return  # ``check_versions`` says so.
+    # An extra may need nothing here: those for accelerators are for Linux only.
+    needs = {extra: requirements(extra) for extra in sorted({*every} - {*OWN_EXTRAS})}
     lacks = {
-        extra: [text for each in requirements(extra) for text in unmet(each)]
-        for extra in sorted({*every} - {*OWN_EXTRAS})
+        extra: [text for each in needed for text in unmet(each)]
+        for extra, needed in needs.items()
+        if needed
     }
     have = [extra for extra, texts in lacks.items() if not texts]
     yield Finding("ok", "extras", ", ".join(have) or "none")
@@ -191,24 +200,23 @@ def _unseen(
     found: Mapping[str, Any], output: str, environment: Mapping[str, str]
 ) -> Iterator[Finding]:
     """Accelerators of the machine that JAX does not use."""
-    for key, name, extras in (
-        ("nvidia", "an NVIDIA GPU", ("cuda12", "cuda13")),
-        ("tpu", "a TPU", ("tpu",)),
-    ):
+    for key, name, drivers in ACCELERATORS:
         if not found[key]:
             continue
-        text = f"the machine has {name}, which JAX does not use"
-        installed = [x for x in extras if not any(unmet(each) for each in requirements(x))]
-        said = [line for line in output.splitlines() if line.strip()][-1:]
         hide = [f"{x}={environment[x]}" for x in HIDE if x in environment]
+        installed = [x for x in drivers if not unmet(Requirement(x))]
         if hide:
             advice = f"unset {' and '.join(hide)}"
-        elif not installed:
-            advice = " or ".join(f"{INSTALL} -e '.[{x}]'" for x in extras)
-        elif key == "nvidia":
-            advice = f"see whether nvidia-smi finds it, and its driver suits {installed[0]}"
+        elif installed:
+            advice = (
+                f"{installed[0]} is installed: see whether it suits the driver (nvidia-smi prints "
+                "its version), and whether another process or container holds the device"
+            )
         else:
-            advice = "see whether another process holds it"
+            extras = [f"-e '.[{extra}]'" for extra in drivers.values()]
+            advice = f"{INSTALL} {' or '.join(extras)}"
+        said = [line for line in output.splitlines() if line.strip()][-1:]
+        text = f"the machine has {name}, which JAX does not use"
         yield Finding("warning", "devices", "; JAX says: ".join([text, *said]), advice)
 
 
@@ -336,7 +344,7 @@ def check_config(
 
 def check_listening(address: str) -> Iterator[Finding]:
     """Whether workers of other machines can be listened to."""
-    wrong = [text for each in requirements("remote") for text in unmet(each)]
+    wrong = unmet(Requirement("grpcio"))
     if wrong:
         yield Finding("problem", "remote", "; ".join(wrong), f"{INSTALL} -e '.[remote]'")
     if not address:

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from packaging.requirements import Requirement
 
-from podracer import __version__
+import podracer
 from podracer.errors import DISTRIBUTION, PACKAGE, ConfigError, TransientError
 from podracer.monitoring.formatting import size
 from podracer.storage.workdir import versions
@@ -108,7 +108,7 @@ def check_versions() -> Iterator[Finding]:
     """Python, podracer and the packages that it needs."""
     found = versions()
     found.pop("podracer", None)
-    yield Finding("ok", "podracer", f"{__version__} in {PACKAGE}{_commit()}")
+    yield Finding("ok", "podracer", f"{podracer.__version__} in {PACKAGE}{_commit()}")
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
     yield Finding("ok", "Python", f"{found.pop('python')} on {system}")
     yield Finding("ok", "packages", ", ".join(f"{name} {x}" for name, x in found.items()))

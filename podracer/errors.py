@@ -188,7 +188,8 @@ def run_command(command: Callable[[], Any]) -> ExitCode:
     try:
         command()
     except ERRORS as error:
-        print("\n".join([f"error: {error}", *error.__notes__]), file=sys.stderr)
+        # JAX adds notes of its own, on what it has removed from the traceback.
+        print(f"error: {error}\n{error.__notes__[0]}", file=sys.stderr)
         return code_of(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -98,9 +98,10 @@ def probe(name: str, timeout_s: float = PROBE_S) -> Probe:
         if line.startswith("{"):
             found |= json.loads(line)
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    # XLA prints a stack below the reason why it aborts.
+    # XLA prints a stack below the reason why it aborts, and the time and file in front of it.
     reasons = [line for line in lines if "Unknown flag" in line] or lines[-1:] or [f"code {code}"]
-    error = f"no answer within {timeout_s:g} s" if code is None else reasons[0] if code else ""
+    reason = reasons[0].rpartition("] ")[2]
+    error = f"no answer within {timeout_s:g} s" if code is None else reason if code else ""
     return Probe(found, error, output)
 
 

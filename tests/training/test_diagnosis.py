@@ -1,6 +1,7 @@
 """``podracer.doctor``: problems that are planted are found, with what to do about them."""
 
 import importlib.metadata
+import importlib.util
 import json
 import shutil
 import socket
@@ -34,10 +35,12 @@ def test_the_doctor_finds_devices_and_a_wrong_setting(tmp_path, capsys):
     assert doctor.main(arguments) == ExitCode.CONFIG
     printed = capsys.readouterr()
     found = {x["name"]: x for x in json.loads(printed.out)}
-    assert found["devices"]["text"].endswith("x cpu: TFRT_CPU_0 (cpu)") or "cpu:0" in str(found)
+    assert found["devices"]["state"] == "ok"
+    assert " x cpu: " in found["devices"]["text"]
     assert found["workdir"]["text"].startswith(str(tmp_path))
     assert "gymnax 1." in str(found["packages"])
-    assert found["envpool"]["state"] == "ok"
+    if importlib.util.find_spec("envpool"):
+        assert found["envpool"]["state"] == "ok"
     assert "unknown config key 'num_env'" in found["config"]["text"]
     assert found["config"]["advice"] == "See docs/troubleshooting.md#config"
     assert is_one_error(printed.err)
@@ -74,7 +77,7 @@ def test_a_flag_that_xla_does_not_know_is_named(monkeypatch):
     """XLA ends the process."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag=1")
     probed = diagnosis.probe("devices")
-    assert "--xla_no_such_flag" in probed.error
+    assert probed.error == "Unknown flag in XLA_FLAGS: --xla_no_such_flag=1"
     assert states(diagnosis.check_devices(probed, {})) == ["problem"]
 
 

@@ -28,7 +28,8 @@ class Result(NamedTuple):
 
     Attributes:
       weights: the trained weights, on the devices.
-      metrics: every row of ``metrics.jsonl``.
+      metrics: every row of ``metrics.jsonl``; in other processes than the first one, of earlier
+        starts only the last row.
       summary: the content of ``summary.json``.
       policy: the trained policy, ``action = policy(observation)``; with several agents, the
         first one's. Nothing is compiled before it is called.
@@ -247,7 +248,10 @@ def run(
                 hooks.save(state, done)
                 consensus.forget()
         hooks.save_last(state, sizes.last(progress.update))
-        summary = {**rows.summarize_run(session.rows[-1], config, clock), **report(session.rows)}
+        # Only the first process has all rows of a resumed run.
+        summary = session.processes.broadcast(
+            lambda: rows.summarize_run(session.rows[-1], config, clock) | report(session.rows)
+        )
     session.finish(summary)
     whole = mesh_lib.replicate(state.train.weights, mesh)
     return Result(whole, session.rows, summary, make_policy(whole, session.rows[-1]))

@@ -5,6 +5,8 @@ python -m tests.distributed.pair INDEX PORT FOLDER
 
 import dataclasses
 import errno
+import functools
+import json
 import pathlib
 import sys
 
@@ -104,10 +106,17 @@ def restore(processes: Processes, workdir: epath.Path) -> None:
 
 
 def train(folder: pathlib.Path, address: Address) -> None:
-    """Trains by the command line, as one process of two."""
+    """Trains by the command line, as one process of two, which both have the summary."""
     join = [f"--{name}={value}" for name, value in address._asdict().items()]
     argv = ["anakin", *flags("anakin", folder / "two", **SHUFFLED), *join]
-    assert command_line.main(anakin.train, argv) == ExitCode.OK
+    results = []
+
+    @functools.wraps(anakin.train)
+    def keep(*arguments, **options):
+        results.append(anakin.train(*arguments, **options))
+
+    assert command_line.main(keep, argv) == ExitCode.OK
+    assert results[0].summary == json.loads((folder / "two" / "summary.json").read_text())
 
 
 def fail(processes: Processes, folder: epath.Path) -> None:

@@ -1,7 +1,8 @@
 """Checkpoints of a run, over all its devices and processes, written by Orbax in the background."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import jax
@@ -279,6 +280,33 @@ def list_updates(workdir: epath.PathLike) -> list[int]:
     return steps[::-1]
 
 
+def find(workdir: epath.PathLike, which: str | int, processes: Processes | None = None) -> int:
+    """The number of updates that made certain weights of a run.
+
+    Args:
+      workdir: workdir of the run.
+      which: "last", or "best" according to the run's evaluations, or a number of ``list_updates``.
+      processes: the processes that ask together; None if this one is alone.
+
+    Raises:
+      ConfigError: there are no such weights, or they are damaged.
+      TransientError: they can't be read at present.
+    """
+    if isinstance(which, str) and which not in WHICH:
+        raise unknown("choice of weights", which, WHICH)
+    # Orbax reads from absolute paths only.
+    folder = bucket.resolve(workdir) / FOLDER
+    with _reading_weights(workdir, which) as what:
+        # The run may be training, so that processes see different checkpoints.
+        step = (processes or Processes()).broadcast(
+            lambda: retry.call(what, lambda: _choose(folder, which))
+        )
+    if step is None:
+        missing = f"checkpoint {which}" if isinstance(which, int) else "checkpoints"
+        raise ConfigError(f"{str(workdir)!r} holds no {missing}")
+    return step
+
+
 def load_weights(
     workdir: epath.PathLike, which: str | int, like: Weights, processes: Processes | None = None
 ) -> tuple[Weights, int]:
@@ -286,7 +314,7 @@ def load_weights(
 
     Args:
       workdir: workdir of the run.
-      which: "last", or "best" according to the run's evaluations, or a number of ``list_updates``.
+      which: as of ``find``.
       like: arrays or shapes of the expected weights.
       processes: the processes that load the weights together; None if this one is alone.
 
@@ -298,21 +326,19 @@ def load_weights(
       ConfigError: there are no weights, they have other shapes, or they are damaged.
       TransientError: they can't be read at present.
     """
-    if isinstance(which, str) and which not in WHICH:
-        raise unknown("choice of weights", which, WHICH)
-    # Orbax reads from absolute paths only.
-    folder = bucket.resolve(workdir) / FOLDER
-    what = f"the weights of {str(workdir)!r} can't be read"
-    try:
-        # The run may be training, so that processes see different checkpoints.
-        step = (processes or Processes()).broadcast(
-            lambda: retry.call(what, lambda: _choose(folder, which))
-        )
-        if step is None:
-            what = f"checkpoint {which}" if isinstance(which, int) else "checkpoints"
-            raise ConfigError(f"{str(workdir)!r} holds no {what}")
-        shapes = _placed_shapes(like)
+    step = find(workdir, which, processes)
+    folder, shapes = bucket.resolve(workdir) / FOLDER, _placed_shapes(like)
+    with _reading_weights(workdir, which) as what:
         found = retry.call(what, lambda: files.read_weights(folder, step, shapes))
+    return jax.tree_util.tree_map_with_path(lambda path, _: found[path_name(path)], like), step
+
+
+@contextmanager
+def _reading_weights(workdir: epath.PathLike, which: str | int) -> Iterator[str]:
+    """Turns what shows that weights are damaged, or of another network, into ``ConfigError``; gives
+    what fails in words."""
+    try:
+        yield f"the weights of {str(workdir)!r} can't be read"
     except files.ShapeError as error:
         raise ConfigError(
             f"the weights in {str(workdir)!r} are of another network: {error}"
@@ -326,7 +352,6 @@ def load_weights(
         raise ConfigError(
             f"{name} of {str(workdir)!r} is damaged: {retry.reason(error)}; {advice}"
         ) from error
-    return jax.tree_util.tree_map_with_path(lambda path, _: found[path_name(path)], like), step
 
 
 def _placed_shapes(like: Weights) -> dict[str, jax.ShapeDtypeStruct]:

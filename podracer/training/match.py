@@ -34,9 +34,9 @@ def _with_simulations(config: Config, simulations: int | None) -> Config:
 
 
 def _open(
-    workdir: epath.PathLike, simulations: int | None, allow_env: str | None
+    workdir: epath.PathLike, weights: str, simulations: int | None, allow_env: str | None
 ) -> tuple[SavedRun, Environment, Agent]:
-    run = saved_run.read(workdir, 0, allow_env)
+    run = saved_run.read(workdir, 0, weights, allow_env)
     config = _with_simulations(run.config, simulations)
     env = builder.make_environment(config)
     return run._replace(config=config), env, builder.make_agent(config, env.spec)
@@ -45,9 +45,8 @@ def _open(
 def _load(
     workdir: epath.PathLike, weights: str, simulations: int | None, allow_env: str | None
 ) -> tuple[Config, Environment, Player]:
-    run, env, agent = _open(workdir, simulations, allow_env)
-    loaded, _ = saved_run.load_weights(workdir, weights, agent, run.num_agents, 0)
-    return run.config, env, Player(agent, loaded)
+    run, env, agent = _open(workdir, weights, simulations, allow_env)
+    return run.config, env, Player(agent, saved_run.load_weights(workdir, run, agent))
 
 
 def _check(config: Config, env: Environment, games: int, opening: int) -> None:
@@ -165,11 +164,11 @@ def rate(
       ConfigError: the environment is not a game of two players, there are no checkpoints, one is
         damaged, or a setting is impossible.
     """
-    run, env, agent = _open(workdir, simulations, allow_env)
+    run, env, agent = _open(workdir, "last", simulations, allow_env)
     config = run.config
     _check(config, env, games, opening)
     updates = checkpoint.list_updates(workdir)
-    loaded = [saved_run.load_weights(workdir, x, agent, run.num_agents, 0)[0] for x in updates]
+    loaded = [saved_run.load_weights(workdir, run._replace(update=x), agent) for x in updates]
     max_moves = config.evaluation.max_steps
     points, ended = matches.tournament(
         env, agent, loaded, prng.key(seed), games, opening=opening, max_moves=max_moves

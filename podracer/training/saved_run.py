@@ -105,22 +105,30 @@ class SavedRun(NamedTuple):
 
     Attributes:
       config: the run's config as if this agent had been trained alone, with the settings that it
-        has at the last row.
+        had with these weights.
       on_host: whether the environment is stepped on the host.
       num_agents: number of agents that the run trained.
+      member: the number of this agent.
+      update: the number of updates that made the weights.
     """
 
     config: Config
     on_host: bool
     num_agents: int
+    member: int
+    update: int
 
 
-def read(workdir: epath.PathLike, member: int, allow_env: str | None) -> SavedRun:
+def read(
+    workdir: epath.PathLike, member: int, weights: str | int, allow_env: str | None
+) -> SavedRun:
     """Reads a run's config; nothing that the config names is imported or opened.
 
+    ``weights`` is as of ``checkpoint.find``.
+
     Raises:
-      ConfigError: the folder is not a run, the run has no such member, or its environment needs a
-        permission that ``allow_env`` does not give.
+      ConfigError: the folder is not a run, the run has no such member or weights, or its
+        environment needs a permission that ``allow_env`` does not give.
     """
     content = read_config(workdir)
     config = config_lib.parse(content["config"])
@@ -131,28 +139,27 @@ def read(workdir: epath.PathLike, member: int, allow_env: str | None) -> SavedRu
             f"--member={member} must be from 0 to {len(members) - 1}: the run has "
             f"{len(members)} agents"
         )
-    found = members[member]
+    update, found = checkpoint.find(workdir, weights), members[member]
     if config.selection.every:
-        found = found.at(read_rows(workdir)[-1])
-    return SavedRun(config.alone(found), content["architecture"] == "sebulba", len(members))
+        step = update * config.steps_per_update
+        before = [row for row in read_rows(workdir) if row["step"] <= step]
+        found = found.at(before[-1] if before else {})
+    on_host = content["architecture"] == "sebulba"
+    return SavedRun(config.alone(found), on_host, len(members), member, update)
 
 
-def load_weights(
-    workdir: epath.PathLike, which: str | int, agent: Agent, num_agents: int, member: int
-) -> tuple[Weights, int]:
-    """A member's weights in a run of ``num_agents`` agents, and the updates that made them.
-
-    ``which`` is that of ``checkpoint.load_weights``.
-    """
+def load_weights(workdir: epath.PathLike, run: SavedRun, agent: Agent) -> Weights:
+    """The weights of a run's agent."""
     like = jax.eval_shape(agent.init, prng.key(0))
-    if num_agents > 1:
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_agents, *x.shape), x.dtype), like)
-    weights, update = checkpoint.load_weights(workdir, which, like)
-    if num_agents > 1:
-        weights = jax.tree.map(lambda x: x[member], weights)
+    count = run.num_agents
+    if count > 1:
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype), like)
+    weights, _ = checkpoint.load_weights(workdir, run.update, like)
+    if count > 1:
+        weights = jax.tree.map(lambda x: x[run.member], weights)
     # Not committed to a device, so that both the mesh and the single device of a recording can use
     # them.
-    return jax.device_put(jax.device_get(weights)), update
+    return jax.device_put(jax.device_get(weights))
 
 
 def _override(config: Any, **values: Any) -> Any:
@@ -214,15 +221,15 @@ def evaluate(
     """
     if weights not in ("last", "best"):
         raise ConfigError(f"--weights={weights} must be last or best")
-    run = read(workdir, member, allow_env)
+    run = read(workdir, member, weights, allow_env)
     config = _override(run.config, seed=seed)
     config = _override(
         config, evaluation=_override(config.evaluation, episodes=num_episodes, greedy=greedy)
     )
     recorder = FrameRecorder(gif_frames)
     evaluator = (_make_host_evaluator if run.on_host else _make_evaluator)(config)
-    loaded, update = load_weights(workdir, weights, evaluator.agent, run.num_agents, member)
-    key = builder.evaluation_key(prng.key(config.seed), jnp.int32(update))
+    loaded = load_weights(workdir, run, evaluator.agent)
+    key = builder.evaluation_key(prng.key(config.seed), jnp.int32(run.update))
     if gif is not None:
         evaluator.check_rendering()
     path = None if gif is None else _gif_path(gif)
@@ -232,8 +239,8 @@ def evaluate(
         "weights": weights,
         "member": member,
         "num_agents": run.num_agents,
-        "update": update,
-        "env_steps": update * config.steps_per_update,
+        "update": run.update,
+        "env_steps": run.update * config.steps_per_update,
         "seed": config.seed,
         "greedy": config.evaluation.greedy,
         **summarize(jax.device_get(evaluator.play(loaded, key))),
@@ -278,10 +285,10 @@ def load_policy(
     Raises:
       ConfigError: the workdir holds no run or no weights, or the environment needs permission.
     """
-    run = read(workdir, member, allow_env)
+    run = read(workdir, member, weights, allow_env)
     env = (_make_host_environment if run.on_host else builder.make_environment)(run.config)
     agent = builder.make_agent(run.config, env.spec)
-    loaded, _ = load_weights(workdir, weights, agent, run.num_agents, member)
+    loaded = load_weights(workdir, run, agent)
     chosen: bool = run.config.evaluation.greedy if greedy is None else greedy
     return Policy(agent, loaded, env, greedy=chosen, seed=seed)
 

@@ -12,6 +12,7 @@ from podracer.config import members
 from podracer.errors import ConfigError, ExitCode
 from podracer.learning import selection
 from podracer.learning.selection import Distribution, Scores
+from podracer.storage import checkpoint
 from podracer.storage.workdir import read_rows
 from podracer.training import command_line, saved_run
 from podracer.training.sweep_report import find_lineage
@@ -186,9 +187,12 @@ def test_resumed_is_never_stopped(tmp_path, monkeypatch, capsys):
         summary["members"][birth["member"]]["learning_rate"] == rows[0][-1][f"{best}/learning_rate"]
     )
     assert "each with its settings at the end" in summary["report"]
-    # It is evaluated with these settings.
-    found = saved_run.read(tmp_path / "whole", birth["member"], None).config
-    assert found.learning_rate == rows[0][-1][f"{best}/learning_rate"]
+    # It is evaluated with the settings that it had with the weights.
+    updates = checkpoint.list_updates(tmp_path / "whole")
+    for weights in ("last", "best", *updates):
+        found = saved_run.read(tmp_path / "whole", birth["member"], weights, None)
+        (row,) = [x for x in rows[0] if x["step"] == found.update * 8 * 32]
+        assert found.config.learning_rate == row[f"{best}/learning_rate"]
     assert run("whole", "--config.selection.every=0") == ExitCode.CONFIG
     assert "selection.every=1, not 0, which can't change" in capsys.readouterr().err
 

@@ -37,13 +37,17 @@ def left_by(tmp_path, monkeypatch):
         weights = builder.make_agent(config, env.spec).init(prng.key(config.seed))
         loaded = []
 
-        def load_weights(workdir, which, like):
+        def find(workdir, which):
             loaded.append(which)
-            assert str(workdir) == str(tmp_path)
+            return 3
+
+        def load_weights(workdir, which, like):
+            assert (str(workdir), which) == (str(tmp_path), 3)
             shapes, expected = (jax.tree.map(np.shape, tree) for tree in (like, weights))
             assert shapes == expected
             return jax.device_put(weights, jax.devices()[0]), 3
 
+        monkeypatch.setattr(saved_run.checkpoint, "find", find)
         monkeypatch.setattr(saved_run.checkpoint, "load_weights", load_weights)
         return tmp_path, loaded
 
@@ -127,6 +131,7 @@ def test_the_run_s_own_last_evaluation_is_reproduced(train, changes, tmp_path, m
     run = train(config, tmp_path, quiet=True)
     steps = run.summary["env_steps"]
     update = steps // (config.num_envs * config.unroll_length)
+    monkeypatch.setattr(saved_run.checkpoint, "find", lambda *_: update)
     monkeypatch.setattr(saved_run.checkpoint, "load_weights", lambda *_: (run.weights, update))
     result = saved_run.evaluate(tmp_path)
     assert result["return_mean"] == run.summary["eval_return_mean"]
@@ -213,10 +218,10 @@ def nothing_plays(monkeypatch):
 def test_a_run_without_weights(left_by, capsys, monkeypatch, nothing_plays):
     workdir, _ = left_by(make_config())
 
-    def load_weights(*_):
+    def find(*_):
         raise ConfigError("holds no checkpoints")
 
-    monkeypatch.setattr(saved_run.checkpoint, "load_weights", load_weights)
+    monkeypatch.setattr(saved_run.checkpoint, "find", find)
     assert command(f"--workdir={workdir}") == ExitCode.CONFIG
     assert "holds no checkpoints" in capsys.readouterr().err
 

@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 
 from podracer import anakin
-from podracer.config import members
 from podracer.errors import ConfigError, ExitCode
 from podracer.learning import selection
 from podracer.learning.selection import Distribution, Scores
 from podracer.storage import checkpoint
 from podracer.storage.workdir import read_rows
-from podracer.training import command_line, saved_run
+from podracer.training import saved_run
 from podracer.training.sweep_report import find_lineage
-from tests.anakin.test_sweeps import config
+from tests.anakin.test_sweeps import config, run_sweep
 from tests.helpers import make_config
 from tests.training.resuming import Stops, without_times
 
@@ -156,21 +155,10 @@ def test_one_that_has_diverged_goes_on_from_the_best():
 
 def test_resumed_is_never_stopped(tmp_path, monkeypatch, capsys):
     def run(workdir, *more):
-        flags = [
-            "--config.sweep.learning_rate=log_uniform(1e-4, 1e-2)",
-            "--config.population=4",
-            "--config.selection.every=1",
-            "--config.num_envs=8",
-            "--config.unroll_length=32",
-            "--config.total_steps=2048",
-            "--config.evaluation.episodes=4",
-            f"--workdir={tmp_path / workdir}",
-            "--quiet",
-            *more,
-        ]
-        return command_line.main(anakin.train, ["anakin", "--config=configs/cartpole.py", *flags])
+        changes = ["population=4", "selection.every=1", "unroll_length=32", "total_steps=2048"]
+        flags = [*(f"--config.{x}" for x in changes), "--quiet", *more]
+        return run_sweep(tmp_path / workdir, *flags)
 
-    monkeypatch.chdir(members.__file__.rpartition("/podracer/")[0])
     assert run("whole") == 0
     with monkeypatch.context() as patch:
         Stops(patch, 3)

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 
 from podracer import anakin, evaluate
-from podracer import config as config_lib
 from podracer.anakin import trainer
 from podracer.config import members
 from podracer.config.sizes import auto_cpu_devices, make_sizes
 from podracer.errors import ConfigError, DivergedError
 from podracer.training import command_line
 from tests.agents.test_battery import ROWS
-from tests.helpers import make_config
+from tests.helpers import ROOT, make_config
 
 SETTINGS = {
     "env": "dummy:counting",
@@ -26,6 +25,7 @@ SETTINGS = {
     "normalize_observations": True,
 }
 CONTINUOUS = ("d4pg",)
+CARTPOLE = ROOT / "configs" / "cartpole.py"
 
 
 def config(agent: str = "ppo", **changes):
@@ -223,29 +223,30 @@ def test_one_that_diverges_learns_no_more_and_the_others_go_on(tmp_path):
         anakin.train(config(sweep={"value_cost": [1e38, 2e38]}, max_grad_norm=0.0), quiet=True)
 
 
-def test_the_command_line_trains_and_evaluates_a_sweep(tmp_path, monkeypatch, capsys):
-    def run(workdir, *more):
-        flags = [
-            "--config.sweep.learning_rate=log_uniform(1e-4, 1e-2)",
-            "--config.sweep.ppo.clip=[0.1,0.2]",
-            "--config.population=3",
-            "--config.num_envs=8",
-            "--config.unroll_length=8",
-            "--config.total_steps=512",
-            "--config.updates_per_call=2",
-            "--config.evaluation.episodes=4",
-            f"--workdir={tmp_path / workdir}",
-            *more,
-        ]
-        return command_line.main(anakin.train, ["anakin", "--config=configs/cartpole.py", *flags])
+def run_sweep(workdir, *more: str) -> int:
+    """Trains a small sweep by the command line, and returns the exit code."""
+    flags = [
+        "--config.sweep.learning_rate=log_uniform(1e-4, 1e-2)",
+        "--config.num_envs=8",
+        "--config.evaluation.episodes=4",
+        f"--workdir={workdir}",
+        *more,
+    ]
+    return command_line.main(anakin.train, ["anakin", f"--config={CARTPOLE}", *flags])
 
-    monkeypatch.chdir(config_lib.__file__.rpartition("/podracer/")[0])
-    assert run("whole") == 0
+
+def test_the_command_line_trains_and_evaluates_a_sweep(tmp_path, capsys):
+    def run(population, *more):
+        changes = ["sweep.ppo.clip=[0.1,0.2]", f"population={population}", "updates_per_call=2"]
+        changes += ["unroll_length=8", "total_steps=512"]
+        return run_sweep(tmp_path / "run", *(f"--config.{x}" for x in changes), *more)
+
+    assert run(3) == 0
     printed = capsys.readouterr().out
     assert "a sweep" in printed
     best = re.search(r"member_\d+: (--config.*)", printed)
     assert best, printed
-    assert evaluate.main(["evaluate", f"--workdir={tmp_path / 'whole'}", "--member=2"]) == 0
+    assert evaluate.main(["evaluate", f"--workdir={tmp_path / 'run'}", "--member=2"]) == 0
     assert "member 2 of 3" in capsys.readouterr().out
-    assert run("whole", "--config.population=4", "--quiet") == 2
+    assert run(4, "--quiet") == 2
     assert "population=3, not 4, which can't change" in capsys.readouterr().err

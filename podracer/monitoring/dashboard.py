@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,61 +21,27 @@ from rich.table import Table
 from rich.text import Text
 
 from podracer.monitoring.formatting import duration, number, size
+from podracer.monitoring.series import BLOCKS, SPARK_CELLS, Series, append, sparkline
 
 if TYPE_CHECKING:
     # Importing it imports JAX, which takes a second, and drawing a finished run needs none.
     from podracer.types import Row
 
-# The most cells of a sparkline, and of a bar of shares.
-SPARK_CELLS, BAR_CELLS = 60, 40
+# The most cells of a bar of shares.
+BAR_CELLS = 40
 # A sparkline or a bar that would be narrower is left out.
 MIN_CELLS = 8
-LABEL_WIDTH, LAST_WIDTH, EXTREMES_WIDTH, LEGEND_WIDTH = 11, 11, 26, 56
-BLOCKS = "▁▂▃▄▅▆▇█"
+LABEL_WIDTH, LAST_WIDTH, EXTREMES_WIDTH, LEGEND_WIDTH, QUANTILES_WIDTH = 11, 11, 26, 56, 56
 # Replacements on terminals that can show ASCII only.
 ASCII = str.maketrans(BLOCKS + "━…", "_.-:=+*#=.")
+# The metrics that have lines of their own, by label.
+RETURNS = {"return": "train/episode_return", "evaluation": "eval/episode_return"}
 # Activities that time is spent on; waiting is red.
 COLORS = {
     "training": "green", "environment": "green", "update": "green", "inference": "cyan",
     "compile": "yellow", "evaluation": "magenta", "checkpoint": "cyan", "setup": "blue",
     "transfer": "blue", "publish": "blue", "network": "yellow", "wait": "red",
 }  # fmt: skip
-
-
-class Series(NamedTuple):
-    """A series of any length, summarized by at most ``2 * SPARK_CELLS`` means of neighbours.
-
-    Attributes:
-      means: means of ``span`` consecutive values each; the last one may be of fewer.
-      span: number of values to a mean; doubles whenever there would be too many means.
-      num_values: number of finite values so far.
-      low: lowest finite value.
-      high: highest finite value.
-      last: newest value, finite or not.
-    """
-
-    means: tuple[float, ...] = ()
-    span: int = 1
-    num_values: int = 0
-    low: float = math.inf
-    high: float = -math.inf
-    last: float = math.nan
-
-
-def append(series: Series, value: float) -> Series:
-    """The series with one more value. NaN and infinity only change ``last``."""
-    if not math.isfinite(value):
-        return series._replace(last=value)
-    means, span, filled = series.means, series.span, series.num_values % series.span
-    if filled:
-        means = (*means[:-1], means[-1] + (value - means[-1]) / (filled + 1))
-    else:
-        if len(means) == 2 * SPARK_CELLS:
-            means = tuple(map(statistics.fmean, zip(means[::2], means[1::2], strict=True)))
-            span *= 2
-        means = (*means, value)
-    low, high = min(series.low, value), max(series.high, value)
-    return Series(means, span, series.num_values + 1, low, high, value)
 
 
 class View(NamedTuple):
@@ -90,6 +55,7 @@ class View(NamedTuple):
       origin: step and wall time of this process' first row, from which speed is measured.
       returns: mean returns of training episodes.
       evaluations: mean returns of evaluations.
+      agents: the newest returns of each of several agents, in increasing order, by label.
       seconds: time of the run so far, by activity.
       memory: bytes in use and bytes available (0: unknown), by owner ("process", "device").
     """
@@ -101,6 +67,7 @@ class View(NamedTuple):
     origin: tuple[float, float] | None = None
     returns: Series = Series()
     evaluations: Series = Series()
+    agents: Mapping[str, Sequence[float]] = MappingProxyType({})
     seconds: Mapping[str, float] = MappingProxyType({})
     memory: Mapping[str, tuple[int, int]] = MappingProxyType({})
 
@@ -117,14 +84,21 @@ def extend(
         returns = append(returns, row["train/episode_return"])
     if "eval/episode_return" in row:
         evaluations = append(evaluations, row["eval/episode_return"])
+    newest = {label: sorted(of_agents(row, name)) for label, name in RETURNS.items()}
     return view._replace(
         row=row,
         origin=view.origin or (row["step"], row["wall_time"]),
         returns=returns,
         evaluations=evaluations,
+        agents={**view.agents, **{label: values for label, values in newest.items() if values}},
         seconds=seconds,
         memory=memory,
     )
+
+
+def of_agents(row: Mapping[str, int | float], name: str) -> list[float]:
+    """The finite values of a metric of each of several agents; none of a run of one."""
+    return [x for key, x in row.items() if key.endswith(f"/{name}") and math.isfinite(x)]
 
 
 def seconds_left(view: View) -> float | None:
@@ -147,7 +121,7 @@ def summary_line(row: Row) -> str:
     text = f"{row['step']:,} steps, {_speed(row)}"
     if row.get("train/learned") == 0:
         text += f", replay {row['replay/fill']:.0%} full, not learning yet"
-    for label, name in (("return", "train/episode_return"), ("evaluation", "eval/episode_return")):
+    for label, name in RETURNS.items():
         if name in row:
             text += f", {label} {number(row[name])}"
     return text
@@ -173,18 +147,6 @@ def all_values(row: Row) -> str:
             ),
         ]
     )
-
-
-def sparkline(values: Sequence[float], width: int) -> str:
-    """A series as at most ``width`` block characters, each the mean of neighbouring values."""
-    count = min(width, len(values))
-    if count <= 0:
-        return ""
-    edges = [i * len(values) // count for i in range(count + 1)]
-    cells = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(edges)]
-    low, high = min(cells), max(cells)
-    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BLOCKS[round((cell - low) * scale)] for cell in cells)
 
 
 class _AsciiFallback(NamedTuple):
@@ -239,9 +201,7 @@ def _rows(view: View, width: int, verbose: bool) -> Iterator[tuple[str, Renderab
     """The labels and contents of the lines below the progress bar."""
     row, grouped = view.row, group_by_prefix(view.row)
     yield "steps", f"{row['step']:,} of {view.total_steps:,}, {_speed(row)}"
-    low, high, best = map(number, (view.returns.low, view.returns.high, view.evaluations.high))
-    yield "return", _series(view.returns, f"min {low}  max {high}", width)
-    yield "evaluation", _series(view.evaluations, f"best {best}", width)
+    yield from _returns(view, width)
     if verbose:
         yield from ((name, _values(values)) for name, values in grouped.items())
     else:
@@ -260,6 +220,22 @@ def _rows(view: View, width: int, verbose: bool) -> Iterator[tuple[str, Renderab
             for owner, (used, limit) in view.memory.items()
         )
         yield "memory", Columns(texts, padding=(0, 2))
+
+
+def _returns(view: View, width: int) -> Iterator[tuple[str, RenderableType]]:
+    """Lines for returns: means, and quantiles if there are several agents."""
+    diverged = of_agents(view.row, "train/diverged")
+    if diverged:
+        yield "agents", f"{len(diverged):,}, {sum(diverged):,.0f} of them diverged"
+    low, high, best = map(number, (view.returns.low, view.returns.high, view.evaluations.high))
+    series = {
+        "return": _series(view.returns, f"min {low}  max {high}", width),
+        "evaluation": _series(view.evaluations, f"best {best}", width),
+    }
+    for label, content in series.items():
+        yield label, content
+        if label in view.agents:
+            yield "of agents", _quantiles(view.agents[label], width)
 
 
 def _selection(grouped: Mapping[str, Row]) -> Iterator[tuple[str, RenderableType]]:
@@ -284,6 +260,20 @@ def _series(series: Series, extremes: str, width: int) -> RenderableType:
     # Padded, so that the extremes don't move while the sparkline grows.
     text.append(f"{sparkline(series.means, cells):<{max(0, cells)}}", style="not bold green")
     return text.append(extremes, style="not bold dim")
+
+
+def _quantiles(values: Sequence[float], width: int) -> RenderableType:
+    """The quartiles of increasing values, then the values themselves as far as the width allows."""
+    quartiles = statistics.quantiles(values, n=4, method="inclusive") if values[1:] else values * 3
+    names = ("min", "25 %", "median", "75 %", "max")
+    text = Text(no_wrap=True)
+    for name, x in zip(names, (values[0], *quartiles, values[-1]), strict=True):
+        text.append(f"{name} ", style="dim").append(f"{number(x, 3)}  ")
+    cells = min(SPARK_CELLS, width - QUANTILES_WIDTH)
+    if cells >= MIN_CELLS:
+        text.pad_right(QUANTILES_WIDTH - len(text))
+        text.append(sparkline(values, cells), style="green")
+    return text
 
 
 def _values(values: Mapping[str, int | float]) -> RenderableType:

@@ -21,6 +21,7 @@ from rich.console import Console
 from podracer import look
 from podracer.monitoring import console as console_lib
 from podracer.monitoring import dashboard
+from podracer.monitoring import series as series_lib
 from podracer.monitoring.console import RunDisplay
 
 MEMORY = {"process": (3 * 2**29, 0), "device": (5 * 2**29, 80 * 2**30)}
@@ -52,6 +53,16 @@ def actor_row(step):
     )  # fmt: skip
 
 
+def agents_row(step, returns, evaluations=()):
+    """A row of several agents, of which the first has diverged and the second has ended no
+    episode."""
+    row = train_row(step, **{"member_0/train/diverged": 1.0, "member_1/train/diverged": 0.0})
+    for name, values in (("train", returns), ("eval", evaluations)):
+        for i, x in enumerate(values, 2):
+            row |= {f"member_{i}/train/diverged": 0.0, f"member_{i}/{name}/episode_return": x}
+    return row
+
+
 def view_of(*rows, total_steps=10_000, seconds=SECONDS, memory=MEMORY):
     view = dashboard.View("ppo on gymnax:CartPole-v1, seed 0", total_steps)
     for row in rows:
@@ -72,29 +83,29 @@ def drawn(view, width=80, *, encoding="utf-8", **options) -> list[str]:
 
 
 def test_a_series_of_any_length_keeps_its_means_and_extremes():
-    series, values = dashboard.Series(), [math.sin(i / 500) for i in range(5000)]
+    series, values = series_lib.Series(), [math.sin(i / 500) for i in range(5000)]
     for value in values:
-        series = dashboard.append(series, value)
-    assert dashboard.SPARK_CELLS <= len(series.means) <= 2 * dashboard.SPARK_CELLS
+        series = series_lib.append(series, value)
+    assert series_lib.SPARK_CELLS <= len(series.means) <= 2 * series_lib.SPARK_CELLS
     chunks = [values[i : i + series.span] for i in range(0, len(values), series.span)]
     assert series.means == pytest.approx([sum(chunk) / len(chunk) for chunk in chunks])
     assert (series.low, series.high, series.last) == (min(values), max(values), values[-1])
 
 
 def test_a_series_leaves_out_nan_and_infinity():
-    series = dashboard.Series()
+    series = series_lib.Series()
     for value in (1.0, math.nan, math.inf, 3.0, -math.inf):
-        series = dashboard.append(series, value)
+        series = series_lib.append(series, value)
     assert series.means == (1.0, 3.0)
     assert (series.low, series.high, series.last) == (1.0, 3.0, -math.inf)
 
 
 def test_sparkline():
-    assert dashboard.sparkline(range(8), 60) == "▁▂▃▄▅▆▇█"
-    assert dashboard.sparkline(range(16), 8) == "▁▂▃▄▅▆▇█"
-    assert dashboard.sparkline([5.0, 5.0], 60) == "▁▁"
-    assert dashboard.sparkline([], 60) == ""
-    assert dashboard.sparkline([1.0], 0) == ""
+    assert series_lib.sparkline(range(8), 60) == "▁▂▃▄▅▆▇█"
+    assert series_lib.sparkline(range(16), 8) == "▁▂▃▄▅▆▇█"
+    assert series_lib.sparkline([5.0, 5.0], 60) == "▁▁"
+    assert series_lib.sparkline([], 60) == ""
+    assert series_lib.sparkline([1.0], 0) == ""
 
 
 def test_the_view_shows_progress_returns_losses_times_and_memory():
@@ -144,6 +155,22 @@ def test_the_view_shows_a_replay_and_that_it_fills():
     assert "replay" not in dashboard.summary_line(row)
 
 
+def test_the_view_shows_quantiles_over_agents():
+    rows = [
+        agents_row(1000, [9, 9, 9, 9, 9], [50.0, 10.0, 20.0, math.nan, 30.0, 40.0]),
+        agents_row(2000, [3.0, 1.0, 4.0, 2.0]),
+    ]
+    lines = [" ".join(line[2:-2].split()) for line in drawn(view_of(*rows), 100)]
+    assert "agents 6, 1 of them diverged" in lines
+    (training, evaluation) = (line for line in lines if line.startswith("of agents"))
+    assert training == "of agents min 1.00 25 % 1.75 median 2.50 75 % 3.25 max 4.00 ▁▃▆█"
+    # Of the newest evaluation, where a later row has none.
+    assert evaluation == "of agents min 10.0 25 % 20.0 median 30.0 75 % 40.0 max 50.0 ▁▃▅▆█"
+    assert not any("of agents" in line for line in drawn(view_of(train_row(1000))))
+    (alone,) = (x for x in drawn(view_of(agents_row(1, [5.0]))) if "of agents" in x)
+    assert alone.count("5.00") == 5
+
+
 def test_verbose_shows_all_values():
     text = "\n".join(drawn(view_of(actor_row(1000)), 100, verbose=True))
     assert "episodes 3" in text
@@ -168,6 +195,7 @@ UNUSUAL = {
         total_steps=10**15,
     ),
     "many losses": view_of(actor_row(1) | {f"loss/{'very' * 9}_long_{i}": 0.1 for i in range(30)}),
+    "agents": view_of(agents_row(1, [-math.inf, 1e30, -1e30] * 99, [math.nan])),
     "no steps": view_of(total_steps=0),
     "[bold]markup": view_of(train_row(1))._replace(title="[bold]" * 30),
 }

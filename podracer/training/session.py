@@ -4,7 +4,7 @@ import dataclasses
 import pathlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,7 +16,7 @@ from podracer.config.sizes import Sizes
 from podracer.distributed.processes import Processes
 from podracer.distributed.signals import StopSignals
 from podracer.errors import TransientError
-from podracer.monitoring import dashboard, writers
+from podracer.monitoring import dashboard, hparams, writers
 from podracer.monitoring.console import RunDisplay
 from podracer.monitoring.figures import draw_run
 from podracer.monitoring.formatting import mean_and_error
@@ -292,10 +292,7 @@ class Session:
         """Writes ``summary.json`` and prints a summary."""
         if self._files is not None:
             self._files.dump(workdir_lib.SUMMARY, summary)
-            try:
-                draw_run(self._files.local)
-            except OSError as error:
-                self.log(f"{workdir_lib.LEARNING_CURVE} could not be written: {error.strerror}")
+            self._draw(pathlib.Path(self._files.local))
         text = (
             f"evaluation {mean_and_error(summary['eval_return_mean'], summary['eval_return_std'])} "
             f"over {summary['eval_episodes']} episodes\n"
@@ -304,6 +301,21 @@ class Session:
             f"{summary['steps_per_second']:,.0f} steps/s"
         )
         self._display.finish("\n".join([text, *filter(None, [summary.get("report")])]))
+
+    def _draw(self, folder: pathlib.Path) -> None:
+        """Writes what shows a finished run, in its workdir; the run has succeeded without it."""
+        files: dict[str, Callable[[], object]] = {
+            workdir_lib.LEARNING_CURVE: lambda: draw_run(folder)
+        }
+        if self._config.logging.tensorboard:
+            files[writers.TENSORBOARD] = lambda: hparams.write(
+                folder / writers.TENSORBOARD, self._config, self.rows[-1]
+            )
+        for name, write in files.items():
+            try:
+                write()
+            except OSError as error:
+                self.log(f"{name} could not be written: {error.strerror}")
 
     def __enter__(self) -> "Session":
         self._display.__enter__()

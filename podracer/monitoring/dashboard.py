@@ -264,7 +264,9 @@ def _series(series: Series, extremes: str, width: int) -> RenderableType:
 
 def _quantiles(values: Sequence[float], width: int) -> RenderableType:
     """The quartiles of increasing values, then the values themselves as far as the width allows."""
-    quartiles = statistics.quantiles(values, n=4, method="inclusive") if values[1:] else values * 3
+    quartiles = (
+        statistics.quantiles(values, n=4, method="inclusive") if values[1:] else [*values] * 3
+    )
     names = ("min", "25 %", "median", "75 %", "max")
     text = Text(no_wrap=True)
     for name, x in zip(names, (values[0], *quartiles, values[-1]), strict=True):

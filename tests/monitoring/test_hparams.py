@@ -1,5 +1,7 @@
 """What TensorBoard's HParams tab reads of runs: the settings and the evaluation of each agent."""
 
+from typing import Any
+
 import pytest
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
@@ -9,6 +11,9 @@ from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_g
 
 from podracer.monitoring import hparams
 from tests.helpers import make_config
+
+# protobuf defines its classes at run time, which a type checker doesn't see.
+api: Any = api_pb2
 
 
 def sessions(logdir):
@@ -20,10 +25,10 @@ def sessions(logdir):
     metadata = context.hparams_metadata(asked, "")
     experiment = context.experiment_from_metadata(asked, "", True, metadata, [])
     differ = {x.name for x in experiment.hparam_infos if x.differs}
-    request = api_pb2.ListSessionGroupsRequest(
-        allowed_statuses=[api_pb2.STATUS_SUCCESS],
+    request = api.ListSessionGroupsRequest(
+        allowed_statuses=[api.STATUS_SUCCESS],
         slice_size=99,
-        col_params=[api_pb2.ColParams(metric=x.name) for x in experiment.metric_infos],
+        col_params=[api.ColParams(metric=x.name) for x in experiment.metric_infos],
     )
     groups = list_session_groups.Handler(asked, context, "", request).run().session_groups
     return {

@@ -14,7 +14,8 @@ from podracer.config.members import Member
 from podracer.errors import ConfigError, unknown
 from podracer.monitoring import dashboard, figures
 from podracer.monitoring.formatting import number
-from podracer.storage.workdir import read_config, read_rows
+from podracer.storage import upgrading
+from podracer.storage.workdir import read_config, read_rows, writer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,7 +48,9 @@ def read_sweep(workdir: str | os.PathLike[str], metric: str) -> list[AgentHistor
     Raises:
       ConfigError: the folder holds no run or a damaged one, no sweep, or no such metric.
     """
-    config = config_lib.parse(read_config(workdir)["config"])
+    content = read_config(workdir)
+    with upgrading.explained(writer(content)):
+        config = config_lib.parse(content["config"])
     if not config.sweep:
         raise ConfigError(f"{workdir} is not a sweep: its config.sweep is empty")
     rows = read_rows(workdir)

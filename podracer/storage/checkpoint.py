@@ -12,7 +12,7 @@ from etils import epath
 from podracer.distributed.checksum import named_arrays, path_name
 from podracer.distributed.processes import Processes
 from podracer.errors import ConfigError, SaveError, TransientError, unknown
-from podracer.storage import bucket, retry
+from podracer.storage import bucket, retry, upgrading
 from podracer.storage import checkpoint_files as files
 from podracer.storage.checkpoint_files import FOLDER, Progress
 from podracer.storage.retry import Fault
@@ -97,6 +97,9 @@ class Checkpoints:
             f"no checkpoint in {folder} can be used: "
             + "; ".join(f"{step} ({reason})" for step, reason in damaged.items())
             + "; --restart moves this run aside and starts over"
+            + self._processes.broadcast(
+                lambda: upgrading.note(files.read_writer(folder, steps[0]))
+            )
         )
 
     def _reading(self, path: epath.Path, function: Callable[[], T]) -> T:
@@ -342,6 +345,7 @@ def _reading_weights(workdir: epath.PathLike, which: str | int) -> Iterator[str]
     except files.ShapeError as error:
         raise ConfigError(
             f"the weights in {str(workdir)!r} are of another network: {error}"
+            f"{upgrading.note(files.read_writer(folder, step))}"
         ) from error
     except Exception as error:
         if retry.fault(error) is not Fault.DAMAGED:

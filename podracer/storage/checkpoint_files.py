@@ -21,7 +21,7 @@ from etils import epath
 
 from podracer.distributed.checksum import checksum, digests, is_key, named_arrays, path_name
 from podracer.storage import bucket
-from podracer.storage.workdir import CHECKPOINTS
+from podracer.storage.workdir import CHECKPOINTS, versions
 from podracer.types import Array, ArrayTree, Row
 
 T = TypeVar("T")
@@ -78,6 +78,15 @@ def read_score(folder: epath.Path, step: int) -> float:
     except FileNotFoundError:
         score = None
     return _order({"score": score})
+
+
+def read_writer(folder: epath.Path, step: int) -> str | None:
+    """The version of podracer that wrote a checkpoint. None if it does not say, because it is older
+    than that entry, or damaged."""
+    try:
+        return json.loads(bucket.read(folder / str(step) / _PROGRESS_FILE)).get("podracer")
+    except (FileNotFoundError, ValueError):
+        return None
 
 
 def _order(metrics: Mapping[str, float | None]) -> float:
@@ -186,7 +195,7 @@ def _saved_names(manager: ocp.CheckpointManager, step: int, names: Iterable[str]
 def verify(arrays: Mapping[str, Array], progress: Mapping[str, Any]) -> Progress:
     """The progress of a checkpoint that was read. Raises ``ValueError`` if its checksum is not that
     of the arrays; all processes compute it together."""
-    content = dict(progress)
+    content = {name: x for name, x in progress.items() if name in (*Progress._fields, "checksum")}
     expected, got = content.pop("checksum"), _checksum(arrays)
     if got != expected:
         raise ValueError(f"its checksum is {got}, not {expected}")
@@ -258,7 +267,8 @@ def write(
     left_out = {} if replay else replay_arrays(arrays)
     arrays = {name: x for name, x in arrays.items() if name not in left_out}
     progress = progress._replace(replay=not left_out)
-    content = {**progress._asdict(), "checksum": _checksum(arrays)}
+    wrote = versions().get("podracer")
+    content = {**progress._asdict(), "checksum": _checksum(arrays), "podracer": wrote}
     items = {k: ocp.args.StandardSave(x) for k, x in _split(_unshared(arrays)).items()}
     arguments = ocp.args.Composite(**items, **{PROGRESS: ocp.args.JsonSave(content)})
     # Orbax copies the arrays to the host in this thread with implicit transfers. JAX's guard checks

@@ -111,6 +111,11 @@ def _parse_rows(text: str) -> tuple[list[Row], list[str]]:
     return rows, damage
 
 
+def writer(content: Mapping[str, Any]) -> str | None:
+    """The version of podracer that wrote a ``config.json``; None if it does not say."""
+    return content.get("versions", {}).get("podracer")
+
+
 def versions() -> dict[str, str]:
     """Versions of Python, podracer and the packages that matter to a run, if they are installed."""
     found = {"python": platform.python_version()}
@@ -129,6 +134,7 @@ class Workdir:
         bucket.
       config: the config of the run found there, with its architecture; None if there was none, or
         if it could not be read.
+      wrote: the version of podracer that wrote that config; None if it is not known.
       rows: all rows of metrics, those found there and those written since.
     """
 
@@ -159,6 +165,7 @@ class Workdir:
                 log(f"the earlier run in {self.path} was moved to {self._move_aside()}")
             if self._mirror is not None:
                 self._reading(self._mirror.fetch)
+            self.wrote: str | None = None
             self.config = self._read_config()
             self.rows = self._read_rows()
             self._metrics = self._writing(lambda: _open_metrics(self.local))
@@ -225,6 +232,7 @@ class Workdir:
                 "with its previous settings"
             )
             return None
+        self.wrote = writer(content)
         return {"architecture": content["architecture"], **content["config"]}
 
     def _read_rows(self) -> list[Row]:

@@ -25,8 +25,8 @@ from podracer.distributed import mesh as mesh_lib
 from podracer.envs import permission
 from podracer.errors import ConfigError
 from podracer.monitoring.formatting import mean_and_error, number
-from podracer.storage import checkpoint
-from podracer.storage.workdir import read_config, read_rows
+from podracer.storage import checkpoint, upgrading
+from podracer.storage.workdir import read_config, read_rows, writer
 from podracer.training import builder
 from podracer.types import Agent, Array, HostEnvironment, Weights
 from podracer.xla_cpu import prng
@@ -131,7 +131,8 @@ def read(
         environment needs a permission that ``allow_env`` does not give.
     """
     content = read_config(workdir)
-    config = config_lib.parse(content["config"])
+    with upgrading.explained(writer(content)):
+        config = config_lib.parse(content["config"])
     permission.check_permission(config.env, config.env_kwargs, allow_env)
     members = config.members
     if not 0 <= member < len(members):

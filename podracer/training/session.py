@@ -22,6 +22,7 @@ from podracer.monitoring.figures import draw_run
 from podracer.monitoring.formatting import mean_and_error
 from podracer.monitoring.metrics import Clock
 from podracer.monitoring.profiler import Profile
+from podracer.storage import upgrading
 from podracer.storage import workdir as workdir_lib
 from podracer.storage.checkpoint import Checkpoints, Progress, load_weights
 from podracer.storage.compatibility import check_num_agents, check_same_run
@@ -100,7 +101,9 @@ class Session:
             now = {"architecture": self._architecture, **dataclasses.asdict(self._config)}
             defaults = dataclasses.asdict(Config())
             fixed = self._config.agent_config.fixed
-            for line in check_same_run(files.config, now, defaults, fixed):
+            with upgrading.explained(files.wrote):
+                changed = check_same_run(files.config, now, defaults, fixed)
+            for line in changed:
                 self.log(line)
         files.hold()
         files.make_folder(CHECKPOINTS)

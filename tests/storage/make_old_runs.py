@@ -1,0 +1,56 @@
+"""Makes the runs that later versions must be able to use: ``python -m tests.storage.make_old_runs``.
+
+Run at each release of a new minor version, see docs/releases.md. Each run becomes a small archive in
+``old_runs``, with everything of the workdir that another version reads.
+"""
+
+import pathlib
+import tarfile
+import tempfile
+
+import podracer
+
+FOLDER = pathlib.Path(__file__).parent / "old_runs"
+# One with the contents of a replay buffer and one without.
+RUNS = {
+    "dqn": {
+        "num_envs": 8,
+        "unroll_length": 8,
+        "total_steps": 8 * 8 * 40,
+        "updates_per_call": 4,
+        "replay": {
+            "capacity": 512,
+            "begin": 64,
+            "batch": 32,
+            "gradient_steps": 4,
+            "priority_exponent": 0.6,
+        },
+    },
+    "ppo": {"num_envs": 16, "unroll_length": 32, "total_steps": 16 * 32 * 30},
+}
+KEPT = ("config.json", "metrics.jsonl", "checkpoints")
+
+
+def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    for agent, settings in RUNS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            podracer.train(
+                "gymnax:CartPole-v1",
+                agent=agent,
+                workdir=f"{folder}/run",
+                learning_rate=1e-2,
+                network={"hidden": (8,)},
+                normalize_observations=True,
+                cpu_devices=1,
+                evaluation={"episodes": 16},
+                checkpoint={"keep": 1},
+                **settings,
+            )
+            with tarfile.open(FOLDER / f"{agent}.tar.gz", "w:gz") as archive:
+                for name in KEPT:
+                    archive.add(f"{folder}/run/{name}", f"run/{name}")
+
+
+if __name__ == "__main__":
+    main()

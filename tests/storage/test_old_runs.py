@@ -1,0 +1,101 @@
+"""Runs of the last minor version: they are evaluated and resumed, or an error says what to read."""
+
+import json
+import pathlib
+import shutil
+import tarfile
+
+import pytest
+
+import podracer
+from podracer import anakin, errors
+from podracer import config as config_lib
+from podracer.storage.workdir import read_config, read_rows, versions
+from podracer.training.saved_run import evaluate
+from tests.storage.make_old_runs import FOLDER, RUNS
+
+LATER = "see Upgrading in podracer's CHANGELOG.md"
+
+
+def unpack(name: str, folder: pathlib.Path) -> pathlib.Path:
+    """The workdir of an old run."""
+    with tarfile.open(FOLDER / f"{name}.tar.gz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder / "run"
+
+
+def replace(path: pathlib.Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def written_by(version: str, workdir: pathlib.Path) -> None:
+    """Says in a workdir that another version wrote it."""
+    here = versions()["podracer"]
+    replace(workdir / "config.json", f'"podracer": "{here}"', f'"podracer": "{version}"')
+    for path in workdir.glob("checkpoints/*/progress/metadata"):
+        content = json.loads(path.read_text())
+        path.write_text(json.dumps({**content, "podracer": version}))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_an_old_run_is_evaluated_and_resumed(name, tmp_path, capsys):
+    workdir = unpack(name, tmp_path)
+    rows, config = read_rows(workdir), read_config(workdir)["config"]
+    steps = rows[-1]["step"]
+    played = evaluate(workdir)
+    assert played["env_steps"] == steps
+    # The episodes of its own last evaluation, on which another processor may round differently.
+    score = rows[-1]["eval/episode_return"]
+    assert score > 50, "random actions get about 22"
+    assert played["return_mean"] == pytest.approx(score, rel=0.2)
+    longer = config_lib.parse({**config, "total_steps": 2 * steps})
+    result = anakin.train(longer, workdir)
+    assert f"step {steps:,}\n" in capsys.readouterr().out
+    assert result.summary["env_steps"] == 2 * steps
+    assert [row["step"] for row in result.metrics[: len(rows)]] == [row["step"] for row in rows]
+    if name == "dqn":
+        # Its replay was full and still is.
+        assert result.metrics[len(rows)]["replay/fill"] == 1
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_old_runs_are_small_and_of_the_last_minor_version(name, tmp_path):
+    assert (FOLDER / f"{name}.tar.gz").stat().st_size < 100_000
+    wrote = read_config(unpack(name, tmp_path))["versions"]["podracer"]
+    (major, minor), (now, at) = (
+        map(int, version.split(".")[:2]) for version in (wrote, podracer.__version__)
+    )
+    # At a new major version, that of any minor version of the last one.
+    assert (major, minor) in {(now, at), (now, at - 1)} or (at == 0 and major == now - 1)
+
+
+def test_errors_about_a_run_of_another_version_say_where_its_changes_are_listed(tmp_path):
+    workdir = unpack("ppo", tmp_path)
+    written_by("0.0.9", workdir)
+    config = read_config(workdir)["config"]
+    both = f"podracer 0.0.9 wrote it and this is podracer {versions()['podracer']}: {LATER}"
+    with pytest.raises(errors.ConfigError, match="has seed=0, not 1") as settings:
+        anakin.train(config_lib.parse({**config, "seed": 1}), workdir, quiet=True)
+    for item in workdir.glob("checkpoints/*/rest"):
+        shutil.rmtree(item)
+    longer = config_lib.parse({**config, "total_steps": 2 * config["total_steps"]})
+    with pytest.raises(errors.SaveError, match="can be used") as checkpoint:
+        anakin.train(longer, workdir, quiet=True)
+    # The start before has written the present version.
+    written_by("0.0.9", workdir)
+    replace(workdir / "config.json", '"seed"', '"sede"')
+    with pytest.raises(errors.ConfigError, match="unknown config key 'sede'") as key:
+        evaluate(workdir)
+    for error in (settings, checkpoint, key):
+        assert both in str(error.value)
+
+
+def test_errors_about_a_run_of_this_version_do_not(tmp_path):
+    workdir = unpack("ppo", tmp_path)
+    written_by(versions()["podracer"], workdir)
+    config = config_lib.parse({**read_config(workdir)["config"], "seed": 1})
+    with pytest.raises(errors.ConfigError, match="has seed=0, not 1") as error:
+        anakin.train(config, workdir, quiet=True)
+    assert LATER not in str(error.value)

@@ -23,14 +23,19 @@ BUDGETS = {
         "STEPS_PER_SEED": 20_000,
         "NUM_SEEDS": 2,
     },
+    "remote": {"REMOTE_STEPS": 50_000, "COMPARED_STEPS": 5_000},
+    "replay": {"DQN_STEPS": 20_000, "COMPARED_STEPS": 15_000, "RESUMED_STEPS": 10_240},
     "sebulba": {"LANDER_STEPS": 33_000, "COMPARED_STEPS": 17_000},
     "search": {"TRAINING_STEPS": 21_000, "BEGINNER_STEPS": 2_048, "GAMES": 20, "SIMULATIONS": 16},
 }
 # The images in order. Anakin: learning curve and GIF of CartPole, the same of Breakout, curves over
-# seeds. Sebulba: learning curve and GIF of LunarLander, where the time goes. Search: learning
-# curve, tree, game.
+# seeds. Remote: learning curve, workers. Replay: learning curve, the buffer, the replay ratio.
+# Sebulba: learning curve and GIF of LunarLander, where the time goes. Search: learning curve, tree,
+# game.
 PICTURES = {
     "anakin": ["PNG", "GIF", "PNG", "GIF", "PNG"],
+    "remote": ["PNG", "PNG"],
+    "replay": ["PNG", "PNG", "PNG"],
     "sebulba": ["PNG", "GIF", "PNG"],
     "search": ["PNG", "PNG", "PNG"],
 }
@@ -97,6 +102,20 @@ def test_runs_from_top_to_bottom(name, tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
     client.execute(env={**env, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"})
     check_pictures(name, notebook)
+
+
+def test_every_notebook_is_here():
+    assert sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb")) == sorted(BUDGETS)
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_a_badge_opens_the_notebook_in_colab(name):
+    """In the notebook and in the README, from the repository that its first cell installs."""
+    first, install = read(name).cells[:2]
+    (repository,) = re.findall(r'^REPOSITORY = "https://github.com/(.*)"$', install.source, re.M)
+    link = f"https://colab.research.google.com/github/{repository}/blob/main/notebooks/{name}.ipynb"
+    assert f"/colab-badge.svg)]({link})" in first.source
+    assert f"/colab-badge.svg)]({link})" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("name", BUDGETS)

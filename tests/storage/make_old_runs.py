@@ -14,19 +14,26 @@ FOLDER = pathlib.Path(__file__).parent / "old_runs"
 # One with the contents of a replay buffer and one without.
 RUNS = {
     "dqn": {
-        "num_envs": 8,
+        "num_envs": 16,
         "unroll_length": 8,
-        "total_steps": 8 * 8 * 40,
-        "updates_per_call": 4,
+        "total_steps": 16 * 8 * 240,
+        "updates_per_call": 8,
         "replay": {
-            "capacity": 512,
-            "begin": 64,
-            "batch": 32,
-            "gradient_steps": 4,
+            "capacity": 2048,
+            "begin": 1024,
+            "batch": 64,
+            "gradient_steps": 16,
             "priority_exponent": 0.6,
         },
+        "learning_rate": 3e-3,
+        "dqn": {"epsilon_alpha": 2.0},
     },
-    "ppo": {"num_envs": 16, "unroll_length": 32, "total_steps": 16 * 32 * 30},
+    "ppo": {
+        "num_envs": 16,
+        "unroll_length": 32,
+        "total_steps": 16 * 32 * 30,
+        "learning_rate": 1e-2,
+    },
 }
 KEPT = ("config.json", "metrics.jsonl", "checkpoints")
 
@@ -39,8 +46,7 @@ def main() -> None:
                 "gymnax:CartPole-v1",
                 agent=agent,
                 workdir=f"{folder}/run",
-                learning_rate=1e-2,
-                network={"hidden": (8,)},
+                network={"hidden": (16,)},
                 normalize_observations=True,
                 cpu_devices=1,
                 evaluation={"episodes": 16},

@@ -97,9 +97,7 @@ class Checkpoints:
             f"no checkpoint in {folder} can be used: "
             + "; ".join(f"{step} ({reason})" for step, reason in damaged.items())
             + "; --restart moves this run aside and starts over"
-            + self._processes.broadcast(
-                lambda: upgrading.note(files.read_writer(folder, steps[0]))
-            )
+            + self._processes.broadcast(lambda: upgrading.note(files.read_writer(folder, steps[0])))
         )
 
     def _reading(self, path: epath.Path, function: Callable[[], T]) -> T:

@@ -1,7 +1,7 @@
-"""Makes the runs that later versions must be able to use: ``python -m tests.storage.make_old_runs``.
+"""Makes runs that later versions must be able to use: ``python -m tests.storage.make_old_runs``.
 
-Run at each release of a new minor version, see docs/releases.md. Each run becomes a small archive in
-``old_runs``, with everything of the workdir that another version reads.
+It is run after each release of a new minor version, see docs/releases.md. Each run becomes a small
+archive in ``old_runs``, with everything of the workdir that another version reads.
 """
 
 import pathlib

@@ -3,8 +3,9 @@
     python benchmarks/purejaxrl.py PATH --env=Asterix-MinAtar --seeds=5
 
 PATH is a clone of https://github.com/luchris429/purejaxrl, whose ``purejaxrl/ppo.py`` is run at its
-settings for MinAtar, one seed after the other. For each seed a line is printed and appended to
-docs/results_peers.jsonl, from which docs/results.md takes it.
+settings for the environment, MinAtar or CartPole, one seed after the other. For each seed a line is
+printed and appended to docs/results_peers.jsonl, from which docs/results.md takes it. The programs
+of other projects are run by peers.py.
 """
 
 import argparse
@@ -43,6 +44,8 @@ SETTINGS = {
     "ACTIVATION": "relu",
     "ANNEAL_LR": True,
 }
+# What differs in the file itself, which trains CartPole.
+CARTPOLE = {"LR": 2.5e-4, "NUM_ENVS": 4, "NUM_MINIBATCHES": 4, "ACTIVATION": "tanh"}
 
 
 class FiveValues:
@@ -87,7 +90,8 @@ def train(module: Any, env: str, steps: int, seed: int) -> results_lines.Line:
 
     The return is that of the last episode of each environment, in training: it has no evaluation.
     """
-    config = {**SETTINGS, "ENV_NAME": env, "TOTAL_TIMESTEPS": steps}
+    changes = CARTPOLE if env == "CartPole-v1" else {}
+    config: dict[str, Any] = {**SETTINGS, **changes, "ENV_NAME": env, "TOTAL_TIMESTEPS": steps}
     # ``make_train`` adds numbers to the config that it is given.
     run, start = module.make_train({**config}), time.perf_counter()
 

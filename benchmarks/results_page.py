@@ -2,10 +2,11 @@
 
 import pathlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from results_lines import ROOT, Line
-from results_tasks import SETS, Task
+from results_tasks import PEERS, SETS, Task
 
 from podracer.monitoring.curves import INTERVAL, MetricHistory, SeedGroup, mean_and_interval
 from podracer.monitoring.figures import RETURN, draw, save
@@ -22,9 +23,10 @@ mean wall-clock time of a run, compilation and evaluation included; steps per se
 The lines that this page is made from, with all settings and versions, are in
 [results.jsonl](results.jsonl). The command of a row is that of seed 0; the others add
 `--config.seed=SEED`. A first run compiles, and those after it find the compiled program in the
-cache. Other programs ran beside them, so that times are upper bounds. Returns of PureJaxRL are
-those of its own code after as many steps, in training, from
-[results_peers.jsonl](results_peers.jsonl) (`python benchmarks/purejaxrl.py`).
+cache. Other programs ran beside them, so that times are upper bounds. Returns of PureJaxRL, CleanRL,
+Stoix and Brax are those of their own code after as many steps, in training or, of Brax, by sampled
+actions, from [results_peers.jsonl](results_peers.jsonl) (`python benchmarks/purejaxrl.py` and
+`python benchmarks/peers.py`).
 
     python benchmarks/results.py {" ".join(SETS)}
 
@@ -56,12 +58,17 @@ def episode_return(lines: Sequence[Line]) -> str:
     return mean_and_error(float(mean), None if error is None else float(error))
 
 
+def project(task: Task) -> str:
+    """The other project that a task is compared with."""
+    return PEERS[task.peer.split("-")[0]]
+
+
 def references(task: Task, peers: Sequence[Line]) -> str:
     """The returns to compare with: those that are published, and those of peers' runs."""
     texts = [f"{x.value:g} ([{x.name}]({x.source}))" for x in task.references]
     if lines := by_task(peers).get(task.peer):
         seeds = "one seed" if len(lines) == 1 else f"{len(lines)} seeds"
-        texts.append(f"{episode_return(lines)} (PureJaxRL, {seeds})")
+        texts.append(f"{episode_return(lines)} ({project(task)}, {seeds})")
     return "; ".join(texts)
 
 
@@ -115,22 +122,26 @@ def figure(title: str) -> pathlib.Path:
     return FIGURES / title.lower().replace(" ", "_").replace(",", "")
 
 
-def curves(title: str, lines: Sequence[Line]) -> list[SeedGroup]:
-    """The learning curves of all tasks in an environment, labelled by agent and config."""
-    done = by_task(lines)
+def curves(title: str, lines: Sequence[Line], peers: Sequence[Line]) -> list[SeedGroup]:
+    """The learning curves of all tasks in an environment, labelled by agent and config, and those
+    of the projects that they are compared with."""
+    done, others, groups = by_task(lines), by_task(peers), []
     tasks = [task for tasks in SETS.values() for task in tasks if task.title == title]
-    return [
-        SeedGroup(f"{agent(done[task.name])}, {task.name}", [*map(history, done[task.name])])
-        for task in tasks
-        if task.name in done
-    ]
+    for task in tasks:
+        if ours := done.get(task.name):
+            label = task.label or f"{agent(ours)}, {task.name}"
+            groups.append(SeedGroup(label, [history(line, line.config) for line in ours]))
+            if theirs := others.get(task.peer):
+                runs = [history(line, ours[0].config) for line in theirs]
+                groups.append(SeedGroup(project(task), runs))
+    return groups
 
 
-def history(line: Line) -> MetricHistory:
-    """The learning curve of a line."""
+def history(line: Line, config: dict[str, Any]) -> MetricHistory:
+    """The learning curve of a line, as that of a run with a config."""
     return MetricHistory(
         workdir=f"{line.task}-{line.seed}",
-        config=line.config,
+        config=config,
         seed=line.seed,
         x={name: np.array(line.curve[name]) for name in ("step", "wall_time")},
         value=np.array(line.curve["return"]),
@@ -149,4 +160,4 @@ def write(lines: Sequence[Line], peers: Sequence[Line]) -> None:
     README.write_text(before + readme_table(lines, peers) + rest.partition(END)[2])
     done = by_task(lines)
     for title in titles(task for tasks in SETS.values() for task in tasks if task.name in done):
-        save(draw(curves(title, lines), RETURN, ["step"]), str(figure(title)), [".svg"])
+        save(draw(curves(title, lines, peers), RETURN, ["step"]), str(figure(title)), [".svg"])

@@ -23,6 +23,7 @@ class Task(NamedTuple):
       references: returns to compare with.
       peer: the task of the runs of another program to compare with, in docs/results_peers.jsonl.
       top: whether README shows the row.
+      label: the name of its curve; "" is the agent and ``name``.
     """
 
     title: str
@@ -33,6 +34,7 @@ class Task(NamedTuple):
     references: tuple[Reference, ...] = ()
     peer: str = ""
     top: bool = False
+    label: str = ""
 
     @property
     def name(self) -> str:
@@ -86,6 +88,26 @@ def mujoco(robot: str, reference: float) -> Task:
     references = (zoo(reference),)
     return Task(robot, "mujoco", "sebulba", changes, references=references, top=True)
 
+
+# The projects whose runs are in docs/results_peers.jsonl, by what their tasks begin with.
+PEERS = {"purejaxrl": "PureJaxRL", "cleanrl": "CleanRL", "stoix": "Stoix", "brax": "Brax"}
+
+
+def as_peer(peer: str, config: str, architecture: str, *changes: str) -> Task:
+    """A task with the settings of a run of another project; ``docs/coming_from_*.md``."""
+    project, env = peer.split("-", 1)
+    name = env.removesuffix("-v1").replace("_", " ")
+    title = f"{name[0].upper()}{name[1:]} as in {PEERS[project]}"
+    return Task(title, config, architecture, changes, peer=peer, label="podracer")
+
+
+# PureJaxRL and CleanRL have the same settings for CartPole.
+CARTPOLE = (
+    "num_envs=4",
+    "total_steps=500_000",
+    "learning_rate=2.5e-4",
+    "ppo.advantage_normalization=minibatch",
+)
 
 SETS: dict[str, list[Task]] = {
     "classic": [
@@ -149,5 +171,52 @@ SETS: dict[str, list[Task]] = {
         Task("CartPole", "cartpole_muzero", references=(gymnax(500),), top=True),
         Task("Tic-tac-toe against random", "tic_tac_toe", top=True),
         Task("Connect Four against random", "connect_four", top=True),
+    ],
+    "peers": [
+        as_peer("purejaxrl-CartPole-v1", "cartpole", "anakin", *CARTPOLE),
+        as_peer(
+            "cleanrl-CartPole-v1",
+            "cartpole",
+            "sebulba",
+            "env=gymnasium:CartPole-v1",
+            *CARTPOLE,
+            "sebulba.threads=1",
+            "sebulba.lag=0",
+        ),
+        as_peer(
+            "stoix-CartPole-v1",
+            "cartpole",
+            "anakin",
+            "num_envs=64",
+            "total_steps=983_040",
+            "learning_rate=3e-4",
+            "num_minibatches=16",
+            "network.hidden=(256,256)",
+            "network.activation=relu",
+        ),
+        as_peer(
+            "brax-inverted_pendulum",
+            "brax_ant",
+            "anakin",
+            "env=brax:inverted_pendulum",
+            "env_kwargs.backend=positional",
+            "num_envs=512",
+            "unroll_length=80",
+            "total_steps=2_334_720",
+            "anneal=False",
+            "epsilon=1e-8",
+            "max_grad_norm=0",
+            "entropy_cost=0.01",
+            "num_minibatches=32",
+            "ppo.clip=0.3",
+            "ppo.value_clip=0",
+            "ppo.advantage_normalization=minibatch",
+            "normalize_rewards=False",
+            "network.hidden=(32,32,32,32)",
+            "network.activation=silu",
+            "network.initial_log_std=-0.37",
+            "evaluation.episodes=128",
+            "evaluation.greedy=False",
+        ),
     ],
 }

@@ -23,10 +23,10 @@ mean wall-clock time of a run, compilation and evaluation included; steps per se
 The lines that this page is made from, with all settings and versions, are in
 [results.jsonl](results.jsonl). The command of a row is that of seed 0; the others add
 `--config.seed=SEED`. A first run compiles, and those after it find the compiled program in the
-cache. Other programs ran beside them, so that times are upper bounds. Returns of PureJaxRL, CleanRL,
-Stoix and Brax are those of their own code after as many steps, in training or, of Brax, by sampled
-actions, from [results_peers.jsonl](results_peers.jsonl) (`python benchmarks/purejaxrl.py` and
-`python benchmarks/peers.py`).
+cache. Other programs ran beside them, so that times are upper bounds. Returns of PureJaxRL,
+CleanRL, Stoix and Brax are those of their own code after as many steps, from
+[results_peers.jsonl](results_peers.jsonl) (`python benchmarks/purejaxrl.py` and
+`python benchmarks/peers.py`): those of training, of Brax those of its evaluations.
 
     python benchmarks/results.py {" ".join(SETS)}
 

@@ -1,6 +1,8 @@
 """docs/results.md is made from results.jsonl alone, and a line of it from a run."""
 
 import pathlib
+import subprocess
+import sys
 
 import matplotlib
 import numpy as np
@@ -121,3 +123,30 @@ def test_curves_are_means_over_equal_spans_of_steps(lines):
     assert curve["step"] == [25 + 40 * i for i in range(lines.POINTS)]
     assert curve["return"] == [50 + 80 * i for i in range(lines.POINTS)]
     assert curve["wall_time"][0] == 2.5
+
+
+def test_a_line_of_another_program_is_read_from_its_tensorboard_file(load, tmp_path, monkeypatch):
+    peers = load("peers")
+    # Returns of 10, 20, ... after steps 0, 100, ..., under a name of its own.
+    (tmp_path / "program.py").write_text(
+        "import sys\n"
+        "from tensorboardX import SummaryWriter\n"
+        "with SummaryWriter(sys.argv[1]) as writer:\n"
+        "    for i in range(6):\n"
+        "        writer.add_scalar('score', 10 * i + int(sys.argv[2]), 100 * i)\n"
+        "        writer.add_scalar('loss', 0, 100 * i)\n"
+    )
+    commit = ("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m=a")
+    for arguments in (("init", "-q"), commit):
+        subprocess.run(["git", *arguments], cwd=tmp_path, check=True)
+    peer = peers.Peer("fake-env", "program.py", ("{folder}", "{seed}"), "score", ("numpy",))
+    monkeypatch.setitem(peers.PEERS, "fake", peer)
+    line = peers.train("fake", tmp_path, sys.executable, seed=3)
+    assert line.curve["step"] == [100, 200, 300, 400, 500]
+    assert line.curve["return"] == [13, 23, 33, 43, 53]
+    assert (line.steps, line.episode_return, line.episodes) == (500, 53, 1)
+    assert 0 < line.curve["wall_time"][0] <= line.seconds + 1
+    assert line.versions["numpy"] == np.__version__
+    assert len(line.versions["commit"]) == 40
+    with pytest.raises(SystemExit, match=r"0 files in .* have the tag other"):
+        peers.read_returns(tmp_path, "other")

@@ -28,15 +28,13 @@ class Peer(NamedTuple):
 
     Attributes:
       task: the name of its lines.
-      program: its path in a clone of the project.
-      arguments: its arguments, in which ``{seed}``, ``{path}`` (of the clone) and ``{folder}``
+      arguments: those of Python, in which ``{seed}``, ``{path}`` (of the clone) and ``{folder}``
         (for what it writes) are replaced.
       tag: the name of its return in its TensorBoard file.
       packages: those whose versions decide what it does.
     """
 
     task: str
-    program: str
     arguments: tuple[str, ...]
     tag: str
     packages: tuple[str, ...]
@@ -45,17 +43,21 @@ class Peer(NamedTuple):
 PEERS = {
     "cleanrl": Peer(
         task="cleanrl-CartPole-v1",
-        program="cleanrl/ppo.py",
-        # All others are its defaults.
-        arguments=("--seed={seed}", "--no-cuda"),
+        # Its defaults, but for fewer steps.
+        arguments=(
+            "{path}/cleanrl/ppo.py",
+            "--total-timesteps=200000",
+            "--no-cuda",
+            "--seed={seed}",
+        ),
         tag="charts/episodic_return",
         packages=("torch", "gymnasium", "numpy"),
     ),
     "stoix": Peer(
         task="stoix-CartPole-v1",
-        program="stoix/systems/ppo/anakin/ff_ppo.py",
         # Its defaults, but for fewer environments and steps, and the place of its files.
         arguments=(
+            "{path}/stoix/systems/ppo/anakin/ff_ppo.py",
             "arch.seed={seed}",
             "arch.total_num_envs=64",
             "arch.total_timesteps=1000000",
@@ -69,14 +71,15 @@ PEERS = {
     ),
     "brax": Peer(
         task="brax-inverted_pendulum",
-        program="brax/training/learner.py",
-        # Those of its notebook notebooks/training.ipynb, but for a quarter of the environments and
-        # of the batch.
+        # Those of its notebook notebooks/training.ipynb, but for a sixteenth of the environments and
+        # of the batch, fewer steps and evaluations.
         arguments=(
+            "-m",
+            "brax.training.learner",
             "--env=inverted_pendulum",
             "--backend=positional",
-            "--total_env_steps=2000000",
-            "--num_evals=20",
+            "--total_env_steps=300000",
+            "--num_evals=10",
             "--num_resets_per_eval=0",
             "--reward_scaling=10",
             "--episode_length=1000",
@@ -88,8 +91,8 @@ PEERS = {
             "--discounting=0.97",
             "--learning_rate=3e-4",
             "--entropy_cost=1e-2",
-            "--num_envs=512",
-            "--batch_size=256",
+            "--num_envs=128",
+            "--batch_size=64",
             "--num_videos=0",
             "--seed={seed}",
             "--logdir={folder}",
@@ -137,7 +140,7 @@ def train(name: str, path: pathlib.Path, python: str, seed: int) -> results_line
         # Where modules of the clone are imported from, and where relative paths of files lead.
         env = {**os.environ, "PYTHONPATH": str(path)}
         subprocess.run(
-            [python, str(path / peer.program), *arguments],
+            [python, *arguments],
             cwd=folder, env=env, stdout=subprocess.DEVNULL, check=True,
         )  # fmt: skip
         seconds = time.time() - start
@@ -151,7 +154,7 @@ def train(name: str, path: pathlib.Path, python: str, seed: int) -> results_line
         task=peer.task,
         seed=seed,
         command=f"python benchmarks/peers.py {name} PATH --python=PYTHON",
-        config={"program": peer.program, "arguments": list(peer.arguments)},
+        config={"arguments": list(peer.arguments)},
         versions=versions(peer, path, python),
         hardware=results_lines.hardware(len(os.sched_getaffinity(0))),
         steps=int(step[-1]),

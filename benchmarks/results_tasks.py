@@ -101,14 +101,6 @@ def as_peer(peer: str, config: str, architecture: str, *changes: str) -> Task:
     return Task(title, config, architecture, changes, peer=peer, label="podracer")
 
 
-# PureJaxRL and CleanRL have the same settings for CartPole.
-CARTPOLE = (
-    "num_envs=4",
-    "total_steps=500_000",
-    "learning_rate=2.5e-4",
-    "ppo.advantage_normalization=minibatch",
-)
-
 SETS: dict[str, list[Task]] = {
     "classic": [
         Task("CartPole", "cartpole", references=(gymnax(500),), top=True),
@@ -173,13 +165,24 @@ SETS: dict[str, list[Task]] = {
         Task("Connect Four against random", "connect_four", top=True),
     ],
     "peers": [
-        as_peer("purejaxrl-CartPole-v1", "cartpole", "anakin", *CARTPOLE),
+        as_peer(
+            "purejaxrl-CartPole-v1",
+            "cartpole",
+            "anakin",
+            "num_envs=4",
+            "total_steps=500_000",
+            "learning_rate=2.5e-4",
+            "ppo.advantage_normalization=minibatch",
+        ),
         as_peer(
             "cleanrl-CartPole-v1",
             "cartpole",
             "sebulba",
-            "env=gymnasium:CartPole-v1",
-            *CARTPOLE,
+            "env=envpool:CartPole-v1",
+            "num_envs=4",
+            "total_steps=200_000",
+            "learning_rate=2.5e-4",
+            "ppo.advantage_normalization=minibatch",
             "sebulba.threads=1",
             "sebulba.lag=0",
         ),
@@ -200,9 +203,9 @@ SETS: dict[str, list[Task]] = {
             "anakin",
             "env=brax:inverted_pendulum",
             "env_kwargs.backend=positional",
-            "num_envs=512",
+            "num_envs=128",
             "unroll_length=80",
-            "total_steps=2_334_720",
+            "total_steps=368_640",
             "anneal=False",
             "epsilon=1e-8",
             "max_grad_norm=0",

@@ -139,7 +139,8 @@ def test_a_line_of_another_program_is_read_from_its_tensorboard_file(load, tmp_p
     commit = ("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m=a")
     for arguments in (("init", "-q"), commit):
         subprocess.run(["git", *arguments], cwd=tmp_path, check=True)
-    peer = peers.Peer("fake-env", "program.py", ("{folder}", "{seed}"), "score", ("numpy",))
+    arguments = ("{path}/program.py", "{folder}", "{seed}")
+    peer = peers.Peer("fake-env", arguments, "score", ("numpy",))
     monkeypatch.setitem(peers.PEERS, "fake", peer)
     line = peers.train("fake", tmp_path, sys.executable, seed=3)
     assert line.curve["step"] == [100, 200, 300, 400, 500]

@@ -71,8 +71,8 @@ PEERS = {
     ),
     "brax": Peer(
         task="brax-inverted_pendulum",
-        # Those of its notebook notebooks/training.ipynb, but for a sixteenth of the environments and
-        # of the batch, fewer steps and evaluations.
+        # Those of its notebooks/training.ipynb, but for a sixteenth of the environments and of the
+        # batch, fewer steps and evaluations.
         arguments=(
             "-m",
             "brax.training.learner",

@@ -88,8 +88,9 @@ class Config(AgentSections):
       value_cost: weight of the value loss of "ppo" and "vtrace".
       normalize_observations: standardise observations by their running mean and variance.
       normalize_rewards: divide rewards by the running standard deviation of discounted returns.
-      optimizer, learning_rate, anneal, warmup, batch_rule, reference_batch, epsilon,
-        max_grad_norm: see ``learning.optimizer.OptimizerConfig``.
+      optimizer, learning_rate, anneal, warmup, batch_rule, reference_batch: see
+        ``learning.optimizer.OptimizerConfig``.
+      epsilon, max_grad_norm: likewise.
       num_epochs, num_minibatches, whole_episodes: see ``learning.rollout.RolloutConfig``; agents
         with replay ignore the first two and reject the last one.
       cpu_devices: number of devices that a CPU is split into; 0 chooses (see

@@ -1,0 +1,72 @@
+"""The tables of docs/settings.md, made from the dataclasses of the configuration."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from docstring_parser import google
+
+from podracer.agents import AGENTS
+from podracer.config import Config
+from podracer.learning.optimizer import OptimizerConfig
+from podracer.learning.rollout import RolloutConfig
+
+
+def markdown() -> str:
+    """All settings: those of a run, those of each section, and the defaults of agents."""
+    parts = ["## The run", *_table(Config())]
+    for name, section in sorted(_sections(Config())):
+        parts += ["", f"## `{name}`", *_table(section, f"{name}.")]
+    return "\n".join(["", *parts, *_defaults_of_agents()]) + "\n"
+
+
+def descriptions(cls: type) -> dict[str, str]:
+    """What the docstring of a dataclass says about its fields."""
+    # A field that is shared with another dataclass is described there.
+    others = {
+        Config: (OptimizerConfig, RolloutConfig),
+    }.get(cls, [base for base in cls.__mro__[1:] if dataclasses.is_dataclass(base)])
+    found = {}
+    for source in (cls, *others):
+        for entry in google.parse(source.__doc__ or "").params:
+            for name in entry.arg_name.split(", "):
+                found[name] = " ".join((entry.description or "").split()).replace("``", "`")
+    return found
+
+
+def _sections(config: Any) -> Iterator[tuple[str, Any]]:
+    """The sections of a config, and theirs, by their dotted names."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield field.name, value
+            yield from ((f"{field.name}.{name}", section) for name, section in _sections(value))
+
+
+def _table(config: Any, prefix: str = "") -> list[str]:
+    texts = descriptions(type(config))
+    rows = [
+        f"| `{prefix}{field.name}` | `{_default(value)}` | {texts[field.name]} |"
+        for field in dataclasses.fields(config)
+        if not dataclasses.is_dataclass(value := getattr(config, field.name))
+    ]
+    return ["", "| setting | default | meaning |", "|---|---|---|", *rows]
+
+
+def _default(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def _defaults_of_agents() -> Iterator[str]:
+    yield from ("", "## Defaults of agents", "", "| agent | setting | default |", "|---|---|---|")
+    for agent, module in sorted(AGENTS.items()):
+        for name, value in _flat(module.DEFAULTS):
+            yield f"| `{agent}` | `{name}` | `{_default(value)}` |"
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

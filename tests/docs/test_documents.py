@@ -16,7 +16,7 @@ from podracer.training import command_line
 ROOT = pathlib.Path(__file__).parents[2]
 DOCUMENTS = [
     *sorted(ROOT.glob("*.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     ROOT / "benchmarks/README.md",
 ]
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))

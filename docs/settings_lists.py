@@ -1,6 +1,7 @@
-"""The tables of docs/settings.md, made from the dataclasses of the configuration."""
+"""The lists of docs/settings.md, made from the dataclasses of the configuration."""
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,9 +15,9 @@ from podracer.learning.rollout import RolloutConfig
 
 def markdown() -> str:
     """All settings: those of a run, those of each section, and the defaults of agents."""
-    parts = ["## The run", *_table(Config())]
+    parts = ["## The run", *_entries(Config())]
     for name, section in sorted(_sections(Config())):
-        parts += ["", f"## `{name}`", *_table(section, f"{name}.")]
+        parts += ["", f"## `{name}`", *_entries(section, f"{name}.")]
     return "\n".join(["", *parts, *_defaults_of_agents()]) + "\n"
 
 
@@ -30,7 +31,8 @@ def descriptions(cls: type) -> dict[str, str]:
     for source in (cls, *others):
         for entry in google.parse(source.__doc__ or "").params:
             for name in entry.arg_name.split(", "):
-                found[name] = " ".join((entry.description or "").split()).replace("``", "`")
+                text = " ".join((entry.description or "").split()).replace("``", "`")
+                found[name] = re.sub(r"https://[^ ,)]+", r"<\g<0>>", text)
     return found
 
 
@@ -43,14 +45,17 @@ def _sections(config: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f"{field.name}.{name}", section) for name, section in _sections(value))
 
 
-def _table(config: Any, prefix: str = "") -> list[str]:
+def _entries(config: Any, prefix: str = "") -> list[str]:
+    """A list, and not a table: on a phone, nobody scrolls sideways."""
     texts = descriptions(type(config))
-    rows = [
-        f"| `{prefix}{field.name}` | `{_default(value)}` | {texts[field.name]} |"
-        for field in dataclasses.fields(config)
-        if not dataclasses.is_dataclass(value := getattr(config, field.name))
+    return [
+        "",
+        *(
+            f"- **`{prefix}{field.name}`** = `{_default(value)}`: {texts[field.name]}"
+            for field in dataclasses.fields(config)
+            if not dataclasses.is_dataclass(value := getattr(config, field.name))
+        ),
     ]
-    return ["", "| setting | default | meaning |", "|---|---|---|", *rows]
 
 
 def _default(value: Any) -> str:

@@ -69,8 +69,9 @@ include_patterns = ["*.md", "docs/**.md", "benchmarks/*.md", "notebooks/*.ipynb"
 exclude_patterns = ["build", "runs", "**/runs", "**/.*", "**/node_modules"]
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
-# GitHub's own extensions of Markdown: formulas between dollars, and anchors of headings.
+# GitHub's own extensions of Markdown: formulas, and anchors of headings.
 myst_enable_extensions = ["dollarmath"]
+myst_fence_as_directive = ["math"]
 myst_heading_anchors = 4
 nb_execution_mode = "off"
 autodoc_default_options = {"members": True, "member-order": "bysource"}
@@ -80,6 +81,7 @@ napoleon_use_ivar = True
 napoleon_custom_sections = [("Attributes", "params_style")]
 
 html_theme = "furo"
+html_static_path = html_css_files = ["site.css"]
 html_title = f"podracer {release}"
 html_show_sphinx = False
 html_copy_source = False

@@ -7,7 +7,7 @@ many updates in one call. Environments and weights never leave the devices.
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from podracer.acting import unroll
 from podracer.acting.evaluation import make_evaluation
 from podracer.acting.statistics import Episodes
+from podracer.anakin.averaging import average_groups, init_groups
 from podracer.anakin.selection import make_select
 from podracer.anakin.state import AnakinState, Start, make_start, state_specs
 from podracer.config import Config, members
@@ -25,7 +26,7 @@ from podracer.training import builder, memory
 from podracer.training.builder import Components
 from podracer.training.memory import StateMemory
 from podracer.training.rows import CallMetrics
-from podracer.types import Agent, Array, Device, Environment, TrainState
+from podracer.types import Agent, Array, Device, Devices, Environment, TrainState
 
 
 class AnakinProgram(NamedTuple):
@@ -68,41 +69,44 @@ class AnakinProgram(NamedTuple):
         sizes, device = self.sizes, self.devices[0]
         groups = sizes.num_groups
         devices = {"devices": f"{sizes.num_devices} x {device.device_kind} ({device.platform})"}
-        per_device = f"{sizes.num_devices // groups} x {sizes.envs_per_device:,}"
-        environments = f"{sizes.num_envs:,} = {per_device}"
-        if sizes.num_agents == 1:
+        in_group = sizes.num_devices // groups
+        number = in_group * sizes.envs_per_device
+        environments = f"{number:,} = {in_group} x {sizes.envs_per_device:,}"
+        if sizes.learners == 1:
             return {**devices, "environments": environments}
-        each, at_once = sizes.num_agents // groups, sizes.agents_at_once
+        each, at_once = sizes.learners // groups, sizes.agents_at_once
         turns = "" if at_once == each else f", {at_once:,} at a time"
+        what = "agent" if sizes.num_agents > 1 else "averaged group"
         return {
             **devices,
-            "agents": f"{sizes.num_agents:,} = {groups} x {each:,}, by groups of devices{turns}",
-            "environments": f"{environments}, for each agent",
+            f"{what}s": f"{sizes.learners:,} = {groups} x {each:,}, by groups of devices{turns}",
+            "environments": f"{environments}, for each {what}",
         }
 
 
-# ``(settings) ->`` agent, optimizer and update of an agent with these settings of its own.
-Build = Callable[[dict[str, Array]], Components]
+# ``(settings, devices) ->`` agent, optimizer and update of an agent with these settings of its own.
+Build = Callable[[dict[str, Array], Devices], Components]
 
 
 def make_init(
-    env: Environment, build: Build, sizes: Sizes, *, stagger: int, several: bool, selects: bool
-) -> Callable[[Start], AnakinState]:
-    """``(start) -> AnakinState`` as each device runs it, for one agent.
+    env: Environment, build: Build, sizes: Sizes, *, stagger: int, selects: bool
+) -> Callable[..., AnakinState]:
+    """``(start, group) -> AnakinState`` as each device runs it, for one agent, or for one of the
+    groups that average, of which this is the number.
 
     Args:
       env: the environment.
       build: makes agent, optimizer and update.
       sizes: the run's sizes.
       stagger: the largest number of random actions before the first step; 0 takes none.
-      several: whether the agent is one of several.
       selects: whether agents copy others, see ``anakin.selection``.
     """
 
-    def init(start: Start) -> AnakinState:
-        key, components = start.key, build(start.settings)
+    def init(start: Start, group: Array | int = 0) -> AnakinState:
+        key, components = start.key, build(start.settings, builder.DEVICES)
         train = builder.init_train_state(components, key)
-        first = mesh_lib.device_index() * sizes.envs_per_device
+        in_group = sizes.num_devices // sizes.num_groups
+        first = (group * in_group + mesh_lib.device_index()) * sizes.envs_per_device
         env_key = jax.random.fold_in(key, builder.ENVIRONMENTS)
         envs = unroll.reset(
             env, components.agent, env_key, first + jnp.arange(sizes.envs_per_device)
@@ -113,7 +117,7 @@ def make_init(
         act = partial(unroll.unroll, env, components.agent, length=sizes.unroll_length)
         _, trajectory, _ = jax.eval_shape(act, train.weights, envs, key)
         source = components.agent.source.init(trajectory)
-        alive = jnp.bool_(True) if several else ()
+        alive = jnp.bool_(True) if sizes.num_agents > 1 else ()
         scores = no_scores(train.step) if selects else ()
         return AnakinState(train, envs, source, key, start.settings, alive, scores)
 
@@ -132,20 +136,23 @@ def _keep_finite(
 
 
 def make_step(
-    env: Environment, build: Build, sizes: Sizes, *, whole_episodes: bool, several: bool
+    env: Environment, build: Build, sizes: Sizes, updates: int, *, whole_episodes: bool
 ) -> Callable[[AnakinState], tuple[AnakinState, CallMetrics]]:
-    """``(AnakinState) -> (AnakinState, CallMetrics)`` as each device runs it, for one agent.
+    """``(AnakinState) -> (AnakinState, CallMetrics)`` as each device runs it, for one learner.
 
     Args:
       env: the environment.
       build: makes agent, optimizer and update.
       sizes: the run's sizes.
+      updates: number of updates.
       whole_episodes: whether each unroll begins new episodes.
-      several: whether the agent is one of several.
     """
+    several = sizes.learners > 1
 
     def one_update(state: AnakinState, _: None) -> tuple[AnakinState, CallMetrics]:
-        components = build(state.settings)
+        # The number of this device among all that collect for the agent, as its environments have.
+        number = state.rollout.env_id[0] // sizes.envs_per_device
+        components = build(state.settings, builder.DEVICES._replace(number=lambda: number))
         act_key, update_key = builder.update_keys(state.key, state.train.step)
         envs, trajectory, episodes = unroll.unroll(
             env,
@@ -166,7 +173,7 @@ def make_step(
         return state, CallMetrics(metrics, episodes, alive=alive)
 
     def step(state: AnakinState) -> tuple[AnakinState, CallMetrics]:
-        state, metrics = jax.lax.scan(one_update, state, length=sizes.updates_per_call)
+        state, metrics = jax.lax.scan(one_update, state, length=updates)
         # Losses are already means over devices; episodes are summed here, once for all updates.
         episodes = mesh_lib.all_sum(metrics.episodes)
         if not isinstance(state.scores, tuple):
@@ -212,6 +219,54 @@ def _in_turns(
     return step_agents
 
 
+def _make_functions(
+    config: Config, env: Environment, build: Build, sizes: Sizes
+) -> tuple[Callable[[Start], AnakinState], Callable[[AnakinState], Any]]:
+    """The initial state and the step of a call, as each device runs them."""
+    several, averages = sizes.num_agents > 1, sizes.learners > sizes.num_agents
+    selects = config.selection.every > 0
+    init = make_init(env, build, sizes, stagger=config.stagger, selects=selects)
+    updates = config.averaging.every if averages else sizes.updates_per_call
+    step = make_step(env, build, sizes, updates, whole_episodes=config.whole_episodes)
+    if sizes.learners > 1:
+        step = _in_turns(jax.vmap(step), sizes.agents_at_once)
+    if averages:
+        init = init_groups(init, config.averaging)
+        step = average_groups(step, config.averaging, sizes.updates_per_call // updates)
+    if not several:
+        return init, step
+    select = make_select(config.selection, members.distributions(config.sweep) if selects else {})
+
+    # What the host reads is the same on every device.
+    def step_all(state: AnakinState) -> tuple[AnakinState, CallMetrics]:
+        state, metrics = step(state)
+        if selects:
+            state, selected = select(state)
+            metrics = metrics._replace(selected=selected)
+        return state, mesh_lib.gather_agents(metrics)
+
+    return _of_several(init), step_all
+
+
+def _make_evaluate(
+    config: Config, env: Environment, build: Build, sizes: Sizes
+) -> Callable[[AnakinState], Episodes]:
+    """The evaluation, as each device runs it."""
+    in_group = sizes.num_devices // sizes.num_groups
+
+    def evaluate(state: AnakinState) -> Episodes:
+        key = builder.evaluation_key(state.key, state.train.step)
+        agent = build(state.settings, builder.DEVICES).agent
+        play = make_evaluation(env, agent, in_group, config.evaluation)
+        return play(state.train.weights, key)
+
+    def evaluate_all(state: AnakinState) -> Episodes:
+        episodes = jax.lax.map(evaluate, state, batch_size=sizes.agents_at_once)
+        return mesh_lib.gather_agents(episodes)
+
+    return evaluate_all if sizes.num_agents > 1 else evaluate
+
+
 def make_program(
     config: Config, env: Environment, sizes: Sizes, mesh: jax.sharding.Mesh
 ) -> AnakinProgram:
@@ -226,49 +281,22 @@ def make_program(
     Raises:
       ConfigError: the network does not fit the observations.
     """
+    own = config.of_group
 
-    def build(settings: dict[str, Array]) -> Components:
-        return builder.build(members.trace(config, settings), env.spec, sizes)
-
-    in_group = sizes.num_devices // sizes.num_groups
-
-    def evaluate(state: AnakinState) -> Episodes:
-        key = builder.evaluation_key(state.key, state.train.step)
-        agent = build(state.settings).agent
-        play = make_evaluation(env, agent, in_group, config.evaluation)
-        return play(state.train.weights, key)
+    def build(settings: dict[str, Array], devices: Devices) -> Components:
+        return builder.build(members.trace(own, settings), env.spec, sizes, devices)
 
     start = make_start(config, mesh.devices.flat[0].platform)
-    several = sizes.num_agents > 1
-    selects = config.selection.every > 0
-    select = make_select(config.selection, members.distributions(config.sweep) if selects else {})
-    init = make_init(env, build, sizes, stagger=config.stagger, several=several, selects=selects)
-    step = make_step(env, build, sizes, whole_episodes=config.whole_episodes, several=several)
-    if several:
-        init, step = _of_several(init), _in_turns(jax.vmap(step), sizes.agents_at_once)
-
-    # What the host reads is the same on every device.
-    def step_all(state: AnakinState) -> tuple[AnakinState, CallMetrics]:
-        state, metrics = step(state)
-        if selects:
-            state, selected = select(state)
-            metrics = metrics._replace(selected=selected)
-        return state, mesh_lib.gather_agents(metrics)
-
-    def evaluate_all(state: AnakinState) -> Episodes:
-        if not several:
-            return evaluate(state)
-        episodes = jax.lax.map(evaluate, state, batch_size=sizes.agents_at_once)
-        return mesh_lib.gather_agents(episodes)
-
-    specs, replicated = state_specs(sizes.num_agents), mesh_lib.REPLICATED
+    init, step = _make_functions(config, env, build, sizes)
+    evaluate = _make_evaluate(config, env, build, sizes)
+    specs, replicated = state_specs(sizes), mesh_lib.REPLICATED
     jitted_init = jax.jit(mesh_lib.per_device(init, mesh, replicated, specs))
     return AnakinProgram(
         init=jitted_init,
         step=jax.jit(
-            mesh_lib.per_device(step_all, mesh, (specs,), (specs, replicated)), donate_argnums=0
+            mesh_lib.per_device(step, mesh, (specs,), (specs, replicated)), donate_argnums=0
         ),
-        evaluate=jax.jit(mesh_lib.per_device(evaluate_all, mesh, (specs,), replicated)),
+        evaluate=jax.jit(mesh_lib.per_device(evaluate, mesh, (specs,), replicated)),
         env=env,
         agent=builder.build(config.alone(config.members[0]), env.spec, sizes).agent,
         sizes=sizes,

@@ -7,6 +7,7 @@ from flax import struct
 
 from podracer.acting import unroll
 from podracer.config import Config
+from podracer.config.sizes import Sizes
 from podracer.distributed import mesh as mesh_lib
 from podracer.learning.selection import Scores
 from podracer.types import Array, ArrayTree, Leaf, TrainState
@@ -17,7 +18,8 @@ class AnakinState(struct.PyTreeNode):
     """All state of an Anakin run, which is what a checkpoint holds.
 
     If several agents learn at once, they are the first axis of every array, and spread over the
-    groups of devices.
+    groups of devices. If groups average, ``rollout``, ``source`` and the optimizer's state in
+    ``train`` have such an axis, of the groups; what else is in ``train`` is their average.
 
     Attributes:
       train: the learner's state, the same on every device of a group.
@@ -30,6 +32,8 @@ class AnakinState(struct.PyTreeNode):
       alive: ``[]`` bool, false once an agent has diverged, which from then on does not learn; if
         there is only one agent, whose run ends then, ``()``.
       scores: how agents have done since the last selection; ``()`` in runs without selections.
+      outer: the state of the outer optimizer of groups that average, see ``learning.averaging``;
+        else ``()``.
     """
 
     train: TrainState
@@ -39,14 +43,16 @@ class AnakinState(struct.PyTreeNode):
     settings: dict[str, Array] = struct.field(default_factory=dict)
     alive: Leaf = ()
     scores: Scores | tuple[()] = ()
+    outer: ArrayTree = ()
 
 
-def state_specs(num_agents: int) -> Any:
-    """How the state of ``num_agents`` agents is sharded over the mesh."""
-    several = num_agents > 1
+def state_specs(sizes: Sizes) -> Any:
+    """How the state is sharded over the mesh."""
+    several, groups = sizes.learners > 1, sizes.learners > sizes.num_agents
     environments: Any = mesh_lib.AGENTS_SHARDED if several else mesh_lib.SHARDED
-    rest: Any = mesh_lib.AGENTS if several else mesh_lib.REPLICATED
-    return AnakinState(rest, environments, environments, rest, rest, rest, rest)
+    rest: Any = mesh_lib.AGENTS if sizes.num_agents > 1 else mesh_lib.REPLICATED
+    train: Any = TrainState(rest, rest, mesh_lib.AGENTS if groups else rest, rest)
+    return AnakinState(train, environments, environments, rest, rest, rest, rest, rest)
 
 
 class Start(NamedTuple):

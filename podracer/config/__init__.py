@@ -19,6 +19,7 @@ from podracer.config.conversion import SettingsDict, from_mapping
 from podracer.config.members import Member
 from podracer.config.sections import (
     AgentSections,
+    AveragingConfig,
     CheckpointConfig,
     EvaluationConfig,
     LoggingConfig,
@@ -71,6 +72,7 @@ class Config(AgentSections):
         wait for their turn in each call. The result is the same up to rounding, in less memory. 0
         is all of them.
       selection: see ``SelectionConfig``.
+      averaging: see ``AveragingConfig``.
       total_steps: environment steps to train for, over all devices, rounded up to whole calls (see
         ``updates_per_call``).
       num_envs: number of environments, over all devices. With remote environments (see ``remote``),
@@ -116,6 +118,7 @@ class Config(AgentSections):
     population: int = 0
     agents_at_once: int = 0
     selection: SelectionConfig = dataclasses.field(default_factory=SelectionConfig)
+    averaging: AveragingConfig = dataclasses.field(default_factory=AveragingConfig)
     total_steps: int = 500_000
     num_envs: int = 64
     unroll_length: int = 128
@@ -167,6 +170,7 @@ class Config(AgentSections):
         # Built here once, so that their impossible settings are rejected before anything starts.
         _ = self.optimization, self.gradient_steps
         self._check_members()
+        self._check_groups()
 
     def _check_members(self) -> None:
         """Checks the config of each member of a sweep as any other."""
@@ -193,6 +197,23 @@ class Config(AgentSections):
             except ConfigError as error:
                 raise ConfigError(f"{member.name} of the sweep, {member.text}: {error}") from error
 
+    def _check_groups(self) -> None:
+        """Checks what each of several groups trains with as any other config."""
+        groups = self.averaging.groups
+        if groups == 1:
+            return
+        if len(self.members) > 1:
+            raise ConfigError(
+                f"averaging.groups={groups} groups train one agent, and this run trains "
+                f"{len(self.members)}; set averaging.groups to 1, or num_seeds to 1 and no sweep"
+            )
+        if self.num_envs % groups:
+            raise ConfigError(
+                f"num_envs={self.num_envs} does not divide evenly over averaging.groups={groups}; "
+                f"{max(1, round(self.num_envs / groups)) * groups} would"
+            )
+        _ = self.of_group
+
     @property
     def steps_per_update(self) -> int:
         """Environment steps of one update, over all devices."""
@@ -208,6 +229,25 @@ class Config(AgentSections):
         """The config of a run that trains this member alone."""
         one = {"seed": member.seed, "num_seeds": 1, "sweep": {}, "population": 0}
         return members_lib.replace(self, {**member.settings, **one, "selection.every": 0})
+
+    def scaled(self, num_envs: int) -> "Config":
+        """With another number of environments, and a replay buffer in proportion to it."""
+        factor = num_envs / self.num_envs
+        sizes = {
+            key: max(1, round(getattr(self.replay, key) * factor))
+            for key in ("capacity", "begin", "batch")
+        }
+        replay = dataclasses.replace(self.replay, **sizes)
+        return dataclasses.replace(self, num_envs=num_envs, replay=replay)
+
+    @property
+    def of_group(self) -> "Config":
+        """What each of the groups that average trains with: its share of the environments and of a
+        replay buffer."""
+        if self.averaging.groups == 1:
+            return self
+        one = dataclasses.replace(self, averaging=AveragingConfig())
+        return one.scaled(self.num_envs // self.averaging.groups)
 
     @property
     def optimization(self) -> OptimizerConfig:

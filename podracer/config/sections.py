@@ -79,6 +79,35 @@ class SelectionConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class AveragingConfig:
+    """Groups of devices that learn by themselves and average, see ``learning.averaging``.
+
+    Attributes:
+      groups: number of groups, each with its share of the environments, of a gradient step's batch
+        and of a replay buffer; 1 averages nothing.
+      every: number of updates of each group between two averages (K). Calls are whole multiples of
+        it (see ``Config.updates_per_call``).
+      outer_rate: how far the weights go from where they were at the last average towards the mean
+        of the groups: 1 is all the way.
+      outer_momentum: Nesterov's momentum of these steps, in [0, 1).
+    """
+
+    groups: int = 1
+    every: int = 8
+    outer_rate: float = 1.0
+    outer_momentum: float = 0.0
+
+    def __post_init__(self):
+        for key in ("groups", "every", "outer_rate"):
+            if getattr(self, key) <= 0:
+                raise ConfigError(f"averaging.{key} must be positive, got {getattr(self, key)}")
+        if not 0 <= self.outer_momentum < 1:
+            raise ConfigError(
+                f"averaging.outer_momentum must be in [0, 1), got {self.outer_momentum}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
     """When a run is saved, besides at its end, when it is stopped and at its best evaluation.
 

@@ -14,13 +14,15 @@ class Sizes:
 
     Attributes:
       num_agents: number of agents that learn at once; all other numbers are those of one.
+      learners: number of learners with weights of their own: the agents, or the groups of one agent
+        that average.
       num_devices: number of devices that learn, over all hosts.
-      num_groups: number of groups of these devices, each of which has agents of its own.
-      agents_at_once: number of agents of a group that learn at the same time.
-      num_envs: number of environments, over all devices of a group.
-      envs_per_device: number of environments of an agent on each device.
+      num_groups: number of groups of these devices, each of which has learners of its own.
+      agents_at_once: number of learners of a group of devices that learn at the same time.
+      num_envs: number of environments of an agent.
+      envs_per_device: number of environments of a learner on each device.
       unroll_length: steps that each environment takes between two updates (T).
-      steps_per_update: environment steps of one update, over all devices of a group.
+      steps_per_update: environment steps of one update of an agent.
       num_updates: number of updates of the run.
       updates_per_call: number of updates of one call of the compiled program.
       num_calls: number of these calls.
@@ -29,6 +31,7 @@ class Sizes:
     """
 
     num_agents: int
+    learners: int
     num_devices: int
     num_groups: int
     agents_at_once: int
@@ -63,15 +66,17 @@ def make_sizes(config: Config, num_devices: int, num_threads: int = 0) -> Sizes:
       ConfigError: the environments do not divide evenly over devices and threads, or the agents
         over turns.
     """
-    in_group = devices_of_group(config, num_devices)
+    learners, in_group = num_learners(config), devices_of_group(config, num_devices)
+    num_envs = config.of_group.num_envs
     divisor = in_group * max(1, num_threads)
-    if config.num_envs % divisor:
+    if num_envs % divisor:
         threads = f" times {num_threads} actor threads" if num_threads else ""
+        each = f" of each of {config.averaging.groups} groups" * (config.averaging.groups > 1)
         raise ConfigError(
-            f"num_envs={config.num_envs} does not divide evenly over {in_group} devices"
-            f"{threads}; {_nearest_multiple(config.num_envs, divisor)} would, and "
-            f"{config.num_envs} divides over "
-            f"{_divisors(config.num_envs, max(1, num_threads))} devices"
+            f"num_envs={num_envs}{each} does not divide evenly over {in_group} devices"
+            f"{threads}; {_nearest_multiple(num_envs, divisor)} would, and "
+            f"{num_envs} divides over "
+            f"{_divisors(num_envs, max(1, num_threads))} devices"
         )
     steps_per_update = config.steps_per_update
     updates = math.ceil(config.total_steps / steps_per_update)
@@ -81,15 +86,18 @@ def make_sizes(config: Config, num_devices: int, num_threads: int = 0) -> Sizes:
         # Between calls, a run that waits for workers can be stopped.
         chosen = 1
     per_call = min(config.updates_per_call or chosen, updates)
+    if config.averaging.groups > 1:
+        per_call = math.ceil(per_call / config.averaging.every) * config.averaging.every
     calls = math.ceil(updates / per_call)
     groups = num_devices // in_group
     return Sizes(
         num_agents=len(config.members),
+        learners=learners,
         num_devices=num_devices,
         num_groups=groups,
-        agents_at_once=_agents_at_once(config, len(config.members) // groups),
+        agents_at_once=_agents_at_once(config, learners // groups),
         num_envs=config.num_envs,
-        envs_per_device=config.num_envs // in_group,
+        envs_per_device=num_envs // in_group,
         unroll_length=config.unroll_length,
         steps_per_update=steps_per_update,
         num_updates=calls * per_call,
@@ -99,10 +107,15 @@ def make_sizes(config: Config, num_devices: int, num_threads: int = 0) -> Sizes:
     )
 
 
+def num_learners(config: Config) -> int:
+    """The learners with weights of their own."""
+    return len(config.members) * config.averaging.groups
+
+
 def devices_of_group(config: Config, num_devices: int) -> int:
-    """The devices that share each agent. Agents are spread over devices first, so that as few
+    """The devices that share each learner. Learners are spread over devices first, so that as few
     devices as possible have to exchange gradients."""
-    return num_devices // math.gcd(len(config.members), num_devices)
+    return num_devices // math.gcd(num_learners(config), num_devices)
 
 
 def _agents_at_once(config: Config, in_group: int) -> int:
@@ -150,9 +163,10 @@ def auto_cpu_devices(config: Config, hosts: int = 1) -> int:
     """
     devices = 2
     share = devices_of_group(config, devices * hosts)
-    steps = config.gradient_steps
-    divides = config.num_envs % share == 0 and steps.parts % share == 0
-    each = len(config.members) * share // (devices * hosts)
+    one = config.of_group
+    steps = one.gradient_steps
+    divides = one.num_envs % share == 0 and steps.parts % share == 0
+    each = num_learners(config) * share // (devices * hosts)
     divides &= each % min(config.agents_at_once or each, each) == 0
     enough = share == 1 or steps.transitions >= 256 * share
     return devices if cpu_cores() >= devices and enough and divides else 1

@@ -16,15 +16,21 @@ from podracer.errors import DriftError
 from podracer.types import Device, Weights
 
 
-def make_check(mesh: jax.sharding.Mesh) -> Callable[[Weights, int], None]:
+def make_check(mesh: jax.sharding.Mesh, *, several: bool = False) -> Callable[[Weights, int], None]:
     """Makes a check of the weights on all devices of a mesh.
 
     Each device computes the checksum of its own copy, and only the checksums are exchanged.
 
+    Args:
+      mesh: the devices.
+      several: whether the weights are those of several agents, of which each group has its share.
+
     Returns:
-      ``(weights, update) -> None`` for the weights of one agent, or of several, of which each group
-      has its share, and the number of updates done. It raises ``DriftError`` if the copies differ.
+      ``(weights, update) -> None``, given the weights and the number of updates done. It raises
+      ``DriftError`` if the copies differ.
     """
+    if not several:
+        mesh = mesh_lib.make_mesh(list(mesh.devices.flat))
     groups, devices_of_group = mesh.devices.shape
     specs = mesh_lib.AGENTS if groups > 1 else mesh_lib.REPLICATED
 

@@ -3,7 +3,8 @@
 This is the only module that names the axes of the mesh. A program runs on every device at once
 under ``jax.shard_map``: the devices of a group have environments of their own and the same weights,
 and gradients are averaged over them by ``all_mean``. There is one group, unless several agents
-learn in one program: then each group has agents of its own.
+learn in one program: then each group has agents of its own. Or groups learn one agent by
+themselves, and average its weights every so often: see ``learning.averaging``.
 
 Reproducibility: that the same command gives the same weights, bit for bit, was measured on CPUs
 only. On GPUs, XLA chooses kernels by timing them, and some kernels add in an order that varies from
@@ -265,11 +266,13 @@ def device_index() -> Array:
     return jax.lax.axis_index(AXIS)
 
 
-def _reduce(tree: ArrayTree, collective: Callable[[Array, str], Array]) -> ArrayTree:
-    if jax.lax.axis_size(AXIS) == 1:
+def _reduce(
+    tree: ArrayTree, collective: Callable[[Array, str], Array], axis: str = AXIS
+) -> ArrayTree:
+    if jax.lax.axis_size(axis) == 1:
         return tree
     flat, unravel = ravel_pytree(tree)
-    return unravel(collective(flat, AXIS))
+    return unravel(collective(flat, axis))
 
 
 def all_mean(tree: ArrayTree) -> ArrayTree:
@@ -285,6 +288,11 @@ def all_max(tree: ArrayTree) -> ArrayTree:
 def all_sum(tree: ArrayTree) -> ArrayTree:
     """The sum over a group, by one all-reduce for the whole tree. Within ``per_device`` only."""
     return _reduce(tree, jax.lax.psum)
+
+
+def sum_groups(tree: ArrayTree) -> ArrayTree:
+    """The sum over groups, by one all-reduce for the whole tree. Within ``per_device`` only."""
+    return _reduce(tree, jax.lax.psum, GROUPS)
 
 
 def all_gather(tree: ArrayTree) -> ArrayTree:

@@ -55,17 +55,6 @@ FLAGS: dict[str, command_line.Flag] = {
 }
 
 
-def scale(config: Config, num_envs: int) -> Config:
-    """The config with another number of environments, and a replay buffer in proportion to it."""
-    factor = num_envs / config.num_envs
-    sizes = {
-        key: max(1, round(getattr(config.replay, key) * factor))
-        for key in ("capacity", "begin", "batch")
-    }
-    replay = dataclasses.replace(config.replay, **sizes)
-    return dataclasses.replace(config, num_envs=num_envs, replay=replay)
-
-
 def make_plans(
     config: Config, topology: Sequence[str], num_slices: int, arch: str, envs_per_core: int
 ) -> list[Plan]:
@@ -92,7 +81,7 @@ def make_plans(
         scaled = config
         if envs_per_core:
             learners = programs.num_learner_devices(config, arch, tpu_slice)
-            scaled = scale(config, envs_per_core * learners)
+            scaled = config.scaled(envs_per_core * learners)
         plans.append(estimate.make_plan(scaled, arch, env, tpu_slice, cache))
     return plans
 

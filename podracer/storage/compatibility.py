@@ -12,8 +12,8 @@ from podracer.storage.workdir import read_config
 # not fit. Agents add further ones, see ``agents``.
 FIXED = (
     "architecture", "env", "env_kwargs", "env_params", "observed", "agent", "seed", "num_seeds",
-    "sweep", "population", "selection.every", "num_envs", "unroll_length", "network", "optimizer",
-    "normalize_observations", "normalize_rewards",
+    "sweep", "population", "selection.every", "averaging.groups", "num_envs", "unroll_length",
+    "network", "optimizer", "normalize_observations", "normalize_rewards",
 )  # fmt: skip
 
 

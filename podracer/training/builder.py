@@ -68,24 +68,24 @@ def make_environment(config: Config) -> Environment:
     )
 
 
-def make_agent(config: Config, spec: Spec) -> Agent:
+def make_agent(config: Config, spec: Spec, devices: Devices = DEVICES) -> Agent:
     """Builds the agent with its network.
 
     Raises:
       ConfigError: the agent can't act in this environment or with these settings.
     """
     agent = AGENTS[config.agent]
-    return agent.make(spec, config.settings, config.agent_config, DEVICES)
+    return agent.make(spec, config.settings, config.agent_config, devices)
 
 
-def build(config: Config, spec: Spec, sizes: Sizes) -> Components:
+def build(config: Config, spec: Spec, sizes: Sizes, devices: Devices = DEVICES) -> Components:
     """Builds agent, optimizer and update.
 
     Raises:
       ConfigError: the agent can't act in this environment or with these settings, or the run ends
         before learning begins.
     """
-    agent = make_agent(config, spec)
+    agent = make_agent(config, spec, devices)
     if agent.source.begin >= sizes.num_updates:
         begin = (agent.source.begin + 1) * sizes.steps_per_update
         raise ConfigError(
@@ -97,7 +97,7 @@ def build(config: Config, spec: Spec, sizes: Sizes) -> Components:
     optimizer = make_optimizer(settings, agent)
     batch = config.gradient_steps.transitions
     schedule = make_schedule(settings, sizes.num_updates, batch, agent.source.begin)
-    update = make_update(agent, optimizer, schedule=schedule, devices=DEVICES)
+    update = make_update(agent, optimizer, schedule=schedule, devices=devices)
     return Components(agent, optimizer, update)
 
 

@@ -126,7 +126,8 @@ class _Hooks:
         session: Session,
         clock: Clock,
     ):
-        self._log, self._evaluate, self.check_drift = log, evaluate, drift.make_check(mesh)
+        self._log, self._evaluate = log, evaluate
+        self.check_drift = drift.make_check(mesh, several=sizes.num_agents > 1)
         self._config, self._sizes = config, sizes
         self._session, self._clock = session, clock
 

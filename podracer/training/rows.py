@@ -46,6 +46,7 @@ class CallMetrics(NamedTuple):
       alive: ``[K]`` bool, whether an agent has not diverged; ``()`` if there is one only, whose run
         ends then.
       selected: see ``Selected``; ``()`` in runs without selections.
+      averages: numbers of each average of groups, by the names under which they are logged.
     """
 
     learner: learner.Metrics
@@ -53,6 +54,7 @@ class CallMetrics(NamedTuple):
     host: Row | tuple[()] = ()
     alive: Any = ()
     selected: Selected | tuple[()] = ()
+    averages: Any = ()
 
 
 def check_alive(alive: np.ndarray, first_update: int, sizes: Sizes) -> None:
@@ -114,7 +116,8 @@ def of_training(metrics: CallMetrics) -> Row:
     if episodes:
         row["train/episode_return"] = ret / episodes
         row["train/episode_length"] = length / episodes
-    return {**row, **diverged, **dict(metrics.host)}
+    averages = {name: float(x.mean()) for name, x in dict(metrics.averages).items()}
+    return {**row, **diverged, **averages, **dict(metrics.host)}
 
 
 def of_selection(selected: Selected | tuple[()], members: Sequence[Member]) -> Row:

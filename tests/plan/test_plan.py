@@ -361,8 +361,8 @@ def test_a_replay_grows_with_the_environments():
         64,
         8,
     )
-    larger = plan_main.scale(config_lib.parse(config), 96)
+    larger = config_lib.parse(config).scaled(96)
     assert larger.num_envs == 96
     assert (larger.replay.capacity, larger.replay.begin, larger.replay.batch) == (1920, 192, 24)
-    smaller = plan_main.scale(config_lib.parse(config), 1)
+    smaller = config_lib.parse(config).scaled(1)
     assert (smaller.replay.capacity, smaller.replay.begin, smaller.replay.batch) == (20, 2, 1)

@@ -48,6 +48,7 @@ class ProgramPlan:
       instructions: number of instructions that a device executes in sequence.
       per_gradient_step: collectives of each gradient step, of the agents that learn at once.
       per_update: all other collectives.
+      between_slices: what a device sends to other slices, of all these collectives.
       host: instructions that wait for the host; there should be none.
       uncounted: number of instructions in loops whose trip count depends on data; they are counted
         for one iteration.
@@ -64,6 +65,7 @@ class ProgramPlan:
     instructions: float
     per_gradient_step: Collectives
     per_update: Collectives
+    between_slices: Collectives
     host: tuple[str, ...]
     uncounted: int
     roofline_seconds: float
@@ -100,10 +102,12 @@ class Plan:
       topology, num_slices: the slice.
       arch: "anakin" or "sebulba".
       chips, cores, hosts: totals over all slices; a core is what JAX sees as a device.
-      num_agents, num_groups, agents_at_once: the agents of the run, the groups of cores that they
-        are spread over, and how many of a group learn at the same time.
+      num_agents: the agents of the run.
+      learners, num_groups, agents_at_once: the learners with weights of their own, which are the
+        agents or the groups of one agent that average; the groups of cores that they are spread
+        over; and how many of a group learn at the same time.
       num_envs, unroll_length: sizes of the run, for each agent.
-      envs_per_core: environments of an agent on each core that learns.
+      envs_per_core: environments of a learner on each core that learns.
       steps_per_update: environment steps per update of an agent.
       gradient_steps: gradient steps per update of an agent.
       memory: bytes of memory of a core.
@@ -123,6 +127,7 @@ class Plan:
     cores: int
     hosts: int
     num_agents: int
+    learners: int
     num_groups: int
     agents_at_once: int
     num_envs: int
@@ -187,6 +192,7 @@ def _plan_program(compiled: CompileResult, tpu_slice: Slice, gradient_steps: int
         instructions=total(lambda k: 1),
         per_gradient_step=_collectives(every_step, calls, gradient_steps),
         per_update=_collectives(others, calls, 1),
+        between_slices=_collectives((k for k in collectives if k.opcode == "send"), calls, 1),
         host=tuple(k.name for k in kernels if k.host_transfer),
         uncounted=sum(not k.known_trips for k in kernels),
         roofline_seconds=total(lambda k: _roofline_seconds(k, tpu_slice)),
@@ -335,7 +341,7 @@ def make_plan(
         fits = {key: _largest_that_fits(config, key, too_large, check) for key in keys}
         too_large = dataclasses.replace(too_large, fits=fits)
     gradient_steps = config.gradient_steps.per_update
-    turns = run.sizes.num_agents // run.sizes.num_groups // run.sizes.agents_at_once
+    turns = run.sizes.learners // run.sizes.num_groups // run.sizes.agents_at_once
     # Without too_large, no result is OutOfMemory; isinstance tells the type checker.
     plans = tuple(
         _plan_program(result, tpu_slice, gradient_steps * turns)
@@ -356,6 +362,7 @@ def make_plan(
         cores=len(tpu_slice.devices),
         hosts=len(tpu_slice.hosts),
         num_agents=sizes.num_agents,
+        learners=sizes.learners,
         num_groups=sizes.num_groups,
         agents_at_once=sizes.agents_at_once,
         num_envs=sizes.num_envs,

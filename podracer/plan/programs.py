@@ -146,9 +146,10 @@ def device_splits(config: Config, tpu_slice: Slice) -> list[mesh_lib.Split]:
 
 
 def num_learner_devices(config: Config, arch: str, tpu_slice: Slice) -> int:
-    """The number of devices that learn, over which the environments of an agent are divided."""
+    """The number of devices that learn, over which the environments of an agent are divided; a
+    device counts once for each group that averages on it."""
     if arch == "anakin":
-        return devices_of_group(config, len(tpu_slice.devices))
+        return devices_of_group(config, len(tpu_slice.devices)) * config.averaging.groups
     return sum(len(split.learners) for split in device_splits(config, tpu_slice))
 
 

@@ -20,6 +20,11 @@ def _collectives(collectives: Collectives) -> str:
     return f"{collectives.number:.3g} of {size(collectives.bytes)}"
 
 
+def _sent(collectives: Collectives) -> str:
+    """What a core sends per update; an average of groups is a part of an update."""
+    return size(round(collectives.bytes)) if collectives.number else "none"
+
+
 def _slice_name(plan: Plan) -> str:
     return f"{plan.num_slices} x {plan.topology}" if plan.num_slices > 1 else plan.topology
 
@@ -40,6 +45,7 @@ def _program_rows(program: ProgramPlan, plan: Plan) -> dict[str, str]:
         "instructions per update": metric(program.instructions),
         "collectives per gradient step": _collectives(program.per_gradient_step),
         "other collectives per update": _collectives(program.per_update),
+        "of these, sent to other slices per update": _sent(program.between_slices),
         "instructions waiting for the host": ", ".join(program.host) or "none",
         "time per update, roofline": seconds(program.roofline_seconds),
         "time per update, compiler": _known(seconds, program.compiler_seconds),
@@ -48,14 +54,16 @@ def _program_rows(program: ProgramPlan, plan: Plan) -> dict[str, str]:
 
 
 def _agents(plan: Plan) -> str:
-    """The agents and where they learn; nothing for one agent."""
-    if plan.num_agents == 1:
+    """The learners and where they learn; nothing for one."""
+    if plan.learners == 1:
         return ""
-    each, cores = plan.num_agents // plan.num_groups, plan.cores // plan.num_groups
+    each, cores = plan.learners // plan.num_groups, plan.cores // plan.num_groups
     turns = f", {plan.agents_at_once:,} at a time" * (plan.agents_at_once < each)
+    several = plan.num_agents > 1
+    what, whose = ("agents", "for each agent") if several else ("averaged groups", "together")
     return (
-        f"{plan.num_agents:,} agents, {each:,} on each of {plan.num_groups:,} groups of "
-        f"{cores:,} core{'s' * (cores > 1)}{turns}; for each agent: "
+        f"{plan.learners:,} {what}, {each:,} on each of {plan.num_groups:,} groups of "
+        f"{cores:,} core{'s' * (cores > 1)}{turns}; {whose}: "
     )
 
 

@@ -177,13 +177,13 @@ def printed(function, plans, capsys):
 
 def test_printed_plans(capsys):
     memory = programs.Memory(2**20, 2**18, 2**20, 3 * 2**19, 2**20, 2**19, 2**22)
-    one, two = estimate.Collectives(1.0, 2048.0), estimate.Collectives(2.0, 24.0)
+    one, two, sent = (estimate.Collectives(*x) for x in ((1.0, 2048.0), (2.0, 24.0), (0.1, 16.4)))
     program = estimate.ProgramPlan(
-        "step", programs.ALL, memory, 9.25, 7.88e9, 9.06e6, 9094.0, one, two, ("infeed.1",), 3,
-        5.69e-5, None,
+        "step", programs.ALL, memory, 9.25, 7.88e9, 9.06e6, 9094.0, one, two, sent,
+        ("infeed.1",), 3, 5.69e-5, None,
     )  # fmt: skip
     plan = estimate.Plan(
-        "v5e:2x2", 4, "anakin", 16, 16, 4, 1, 1, 1, 4096, 256, 128, 524_288, 16, 2.0**34,
+        "v5e:2x2", 4, "anakin", 16, 16, 4, 1, 1, 1, 1, 4096, 256, 128, 524_288, 16, 2.0**34,
         (program,), None, 9.22e9, None, ("a", "b"),
     )  # fmt: skip
     fits = {"num_envs": 512, "unroll_length": None}
@@ -199,6 +199,7 @@ def test_printed_plans(capsys):
     assert rows["memory: new outputs"] == "512.0 KiB"
     assert rows["flops per update"] == "7.88 G"
     assert rows["other collectives per update"] == "2 of 24 Bytes"
+    assert rows["of these, sent to other slices per update"] == "16 Bytes"
     assert rows["instructions waiting for the host"] == "infeed.1"
     assert rows["time per update, roofline"] == "56.9 μs"
     assert rows["time per update, compiler"] == "-"
@@ -209,7 +210,12 @@ def test_printed_plans(capsys):
         "num_envs=512 would fit" in printed(table.print_plan, no_fit, capsys)
     )
 
-    population = dataclasses.replace(plan, num_agents=64, num_groups=8, agents_at_once=4)
+    groups = dataclasses.replace(plan, learners=4, num_groups=4)
+    text = printed(table.print_plan, groups, capsys)
+    assert "4 averaged groups, 1 on each of 4 groups of 4 cores; together: 4,096 env" in text
+    population = dataclasses.replace(
+        plan, num_agents=64, learners=64, num_groups=8, agents_at_once=4
+    )
     text = printed(table.print_plan, population, capsys)
     assert (
         "anakin: 64 agents, 8 on each of 8 groups of 2 cores, 4 at a time; for each agent: 4,096 "
@@ -308,6 +314,21 @@ def test_agents_of_different_groups_exchange_no_gradients_and_turns_need_less_me
     together, in_turns = (plan.programs[0].memory for plan in plans)
     assert in_turns.temporaries < 0.4 * together.temporaries
     assert in_turns.arguments == together.arguments
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_groups_that_average_send_their_weights_to_other_slices_at_averages_only(libtpu):
+    tpu_slice, sent = chips.get_slice("v5e:2x2", 2), []
+    for changes in ({}, {"averaging.groups": 2, "averaging.every": 2}):
+        sizes = {"num_envs": 64, "total_steps": 10**6, "updates_per_call": 2}
+        config = config_of("cartpole.py", **sizes, **changes)
+        env = programs.make_env(config, "anakin")
+        plan = estimate.make_plan(config, "anakin", env, tpu_slice)
+        sent.append(plan.programs[0].between_slices)
+    assert sent[0].number >= plan.gradient_steps
+    assert sent[1].number == 0.5
+    assert sent[1].bytes < sent[0].bytes / plan.gradient_steps
 
 
 @needs_libtpu

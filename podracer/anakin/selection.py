@@ -30,15 +30,21 @@ def make_select(
       distributions: what their settings were drawn from, by dotted name.
     """
 
+    def mean_of_best(scores: Array, settings: dict[str, Array]) -> dict[str, Array]:
+        """The weighted mean of the settings of the best agents, on their scales."""
+        weights = selection.recombine(scores, config.share)
+        means = {name: weights @ distributions[name].position(x) for name, x in settings.items()}
+        return {name: jnp.asarray(distributions[name].at(x)) for name, x in means.items()}
+
     def changed(settings: dict[str, Array], key: Array) -> dict[str, Array]:
-        """The settings of one agent that has copied another one."""
+        """New settings of one agent, from those of another one or the mean."""
         keys = jax.random.split(key, len(settings))
         return {
             name: selection.explore(distributions[name], x, keys[i], config.step, config.resample)
             for i, (name, x) in enumerate(settings.items())
         }
 
-    def copy(parents: Array, state: AnakinState) -> AnakinState:
+    def copy(parents: Array, mean: dict[str, Array], state: AnakinState) -> AnakinState:
         own = mesh_lib.own_agents(jnp.arange(parents.size))
         mine = parents[own]
         whole = mesh_lib.gather_agents((state.train, state.settings, state.alive))
@@ -46,18 +52,25 @@ def make_select(
         keys = jax.vmap(builder.selection_key)(state.key, state.train.step)
         # The agents of a sweep have the same seed, but each one explores for itself.
         keys = jax.vmap(jax.random.fold_in)(keys, own)
-        copied, new = mine != own, jax.vmap(changed)(settings, keys)
-        settings = jax.tree.map(partial(jnp.where, copied), new, settings)
+        changes = mine != own
+        if config.rule == "evolution":
+            settings = jax.tree.map(lambda x: jnp.full(own.shape, x), mean)
+            changes = jnp.full(own.shape, True)
+        new = jax.vmap(changed)(settings, keys)
+        settings = jax.tree.map(partial(jnp.where, changes), new, settings)
         scores = selection.no_scores(state.train.step)
         return state.replace(train=train, settings=settings, alive=alive, scores=scores)
 
     def select(state: AnakinState) -> tuple[AnakinState, Selected]:
-        scores, alive = mesh_lib.gather_agents((state.scores, state.alive))
+        whole = mesh_lib.gather_agents((state.scores, state.alive, state.settings))
+        scores, alive, settings = whole
         due = selection.is_due(scores, alive, state.train.step[0], config.every)
         # One that has diverged is the worst.
-        parents = selection.parents(jnp.where(alive, scores.mean, -jnp.inf), config.share)
-        state = jax.lax.cond(due, partial(copy, parents), lambda x: x, state)
+        means = jnp.where(alive, scores.mean, -jnp.inf)
+        parents, mean = selection.parents(means, config.share), mean_of_best(means, settings)
+        state = jax.lax.cond(due, partial(copy, parents, mean), lambda x: x, state)
         own = mesh_lib.own_agents(jnp.where(due, parents, jnp.arange(parents.size)))
-        return state, Selected(jnp.broadcast_to(due, own.shape), own, state.settings)
+        due, mean = jax.tree.map(lambda x: jnp.full(own.shape, x), (due, mean))
+        return state, Selected(due, own, state.settings, mean)
 
     return select

@@ -4,7 +4,8 @@ import dataclasses
 from typing import Any
 
 from podracer.agents import AGENTS
-from podracer.errors import ConfigError
+from podracer.errors import ConfigError, unknown
+from podracer.learning.selection import RULES
 
 # A section for each agent, under its name. For type checkers, any name is a section.
 AgentSections: Any = dataclasses.make_dataclass(
@@ -51,24 +52,30 @@ class EvaluationConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SelectionConfig:
-    """Population-based training, see ``learning.selection``.
+    """Population-based training or an evolution strategy, see ``learning.selection``.
 
     Attributes:
+      rule: "copy": only agents that copy others change their settings, from those of the agent that
+        they copy. "evolution": all agents change theirs, from the mean of the best ones.
       every: number of updates between two selections, rounded up to whole calls (see
         ``Config.updates_per_call``); 0 selects never. A selection also waits until every agent that
         has not diverged has ended an episode since the last one.
-      share: the share of the agents that copies others, in (0, 0.5].
-      step: how far the settings of an agent that has copied another one then move up or down, as a
-        share of what they were drawn from (of its logarithm, if it is logarithmic).
+      share: the share of the agents that copies others, and the share of the best ones, which are
+        copied and whose mean counts, in (0, 0.5].
+      step: how far settings then move up or down, as a share of what they were drawn from (of its
+        logarithm, if it is logarithmic).
       resample: the probability that a setting is drawn again instead.
     """
 
+    rule: str = "copy"
     every: int = 0
     share: float = 0.25
     step: float = 0.1
     resample: float = 0.25
 
     def __post_init__(self):
+        if self.rule not in RULES:
+            raise unknown("selection.rule", self.rule, RULES)
         if self.every < 0:
             raise ConfigError(f"selection.every must not be negative, got {self.every}")
         if not 0 < self.share <= 0.5:

@@ -3,6 +3,9 @@ do well, and change their settings a little.
 
 Selection is by truncation: the worst share of the agents copies the best share, the worst agent the
 best one, and so on. The paper draws at random which of the best is copied.
+
+An evolution strategy copies weights in the same way, but draws the settings of all agents around
+one mean, which it moves to those of the best.
 """
 
 from typing import NamedTuple
@@ -12,6 +15,9 @@ import jax.numpy as jnp
 from flax import struct
 
 from podracer.types import Array, Leaf
+
+# What the settings of agents change from, see ``config.SelectionConfig``.
+RULES = ("copy", "evolution")
 
 
 class Distribution(NamedTuple):
@@ -92,14 +98,34 @@ def parents(scores: Array, share: float) -> Array:
     return jnp.arange(count).at[worst].set(jnp.where(jnp.isneginf(scores[best]), worst, best))
 
 
+def recombine(scores: Array, share: float) -> Array:
+    """How much each agent counts in the mean of the best, ``[agents]``, with a sum of 1.
+
+    The weights fall with the logarithm of the rank, as in CMA-ES, https://arxiv.org/abs/1604.00772,
+    equation 49.
+
+    Args:
+      scores: as in ``parents``; one that has diverged does not count.
+      share: the share of the agents that counts.
+    """
+    count = scores.shape[0]
+    best = jnp.argsort(-scores, stable=True)[: int(count * share)]
+    by_rank = jnp.log(best.size + 0.5) - jnp.log(jnp.arange(1, best.size + 1))
+    by_rank = jnp.where(jnp.isneginf(scores[best]), 0.0, by_rank)
+    # If all have diverged, the run ends.
+    total = jnp.maximum(by_rank.sum(), jnp.finfo(jnp.float32).tiny)
+    return jnp.zeros(count).at[best].set(by_rank / total)
+
+
 def explore(
     distribution: Distribution, number: Array, key: Array, step: float, resample: float
 ) -> Array:
-    """A setting of an agent that has copied another one.
+    """A new setting of an agent.
 
     Args:
       distribution: what the setting was drawn from first.
-      number: ``[]``, the setting of the agent that was copied.
+      number: ``[]``, the setting that it changes from: of the agent that was copied, or the mean of
+        the best.
       key: the random key of this setting.
       step: how far it moves up or down, as a share of the scale, at whose ends it stays.
       resample: the probability that it is drawn again instead.

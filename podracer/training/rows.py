@@ -27,11 +27,13 @@ class Selected(NamedTuple):
       due: bool, whether there was one.
       parent: int32, the number of the agent whose weights an agent has now.
       settings: its settings, by dotted name.
+      mean: the mean of the settings of the best agents before it, the same for all agents.
     """
 
     due: Any
     parent: Any
     settings: dict[str, Any]
+    mean: dict[str, Any]
 
 
 class CallMetrics(NamedTuple):
@@ -121,10 +123,13 @@ def of_training(metrics: CallMetrics) -> Row:
 
 
 def of_selection(selected: Selected | tuple[()], members: Sequence[Member]) -> Row:
-    """The settings of each agent after a call, and at a selection whose weights it has."""
+    """The settings of each agent after a call, and at a selection whose weights it has, beside the
+    mean of the best agents' settings before it."""
     if not selected:
         return {}
     row: Row = {}
+    if selected.due[0]:
+        row |= {f"selection/{name}": float(x[0]) for name, x in selected.mean.items()}
     for i, member in enumerate(members):
         row |= {f"{member.name}/{name}": float(x[i]) for name, x in selected.settings.items()}
         if selected.due[i]:

@@ -51,6 +51,51 @@ def test_those_that_have_diverged_are_not_copied():
     assert selection.parents(scores, 0.5).tolist() == [0, 1, 2, 2]
 
 
+def weights_by_rank(scores, share):
+    """CMA-ES's weights of the best, one after another."""
+    best = int(len(scores) * share)
+    order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:best]
+    found = [0.0] * len(scores)
+    for rank, i in enumerate(order, 1):
+        if np.isfinite(scores[i]):
+            found[i] = np.log(best + 0.5) - np.log(rank)
+    return np.array(found) / sum(found)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_the_best_count_by_their_rank(share):
+    rng = np.random.default_rng(1)
+    for count in (4, 5, 16):
+        scores = rng.integers(0, 6, count).astype(np.float32)
+        scores[rng.integers(count, size=count // 2 + 1)] = -np.inf
+        found = np.asarray(selection.recombine(jnp.asarray(scores), share))
+        np.testing.assert_allclose(found, weights_by_rank(scores, share), atol=1e-6)
+
+
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_an_evolution_strategy_draws_settings_around_the_mean_of_the_best(devices):
+    """Beside a loop over the rows: with a selection after each call, all that it knows is there."""
+    changes = {**POPULATION, "cpu_devices": devices, "population": 8, "updates_per_call": 2}
+    changes["selection"] = {"rule": "evolution", "every": 1, "share": 0.5, "resample": 0.0}
+    run = config(**changes)
+    scales = members.distributions(run.sweep)
+    before = [dict(member.settings) for member in run.members]
+    for row in anakin.train(run, quiet=True).metrics:
+        names = [f"member_{i}" for i in range(8)]
+        scores = [row[f"{name}/train/episode_return"] for name in names]
+        weights = weights_by_rank(scores, 0.5)
+        after = [{key: row[f"{name}/{key}"] for key in scales} for name in names]
+        for key, scale in scales.items():
+            position = sum(w * scale.position(x[key]) for w, x in zip(weights, before, strict=True))
+            np.testing.assert_allclose(row[f"selection/{key}"], scale.at(position), rtol=1e-4)
+            moved = [scale.position(x[key]) for x in after]
+            ends = np.clip([position - 0.1, position + 0.1], 0, 1)
+            closest = np.abs(np.subtract.outer(moved, ends)).min(1)
+            np.testing.assert_allclose(closest, 0, atol=1e-4)
+            assert len({round(float(x), 3) for x in moved}) == 2
+        before = after
+
+
 @pytest.mark.parametrize("logarithmic", [False, True])
 def test_settings_move_by_a_share_of_their_scale_and_stay_on_it(logarithmic):
     drawn_from = Distribution(logarithmic, 1e-3, 1e-1)
@@ -153,9 +198,11 @@ def test_one_that_has_diverged_goes_on_from_the_best():
     assert any(1 in x and x[x.index(1) :].count(0) for x in diverged), diverged
 
 
-def test_resumed_is_never_stopped(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("rule", ["copy", pytest.param("evolution", marks=pytest.mark.slow)])
+def test_resumed_is_never_stopped(rule, tmp_path, monkeypatch, capsys):
     def run(workdir, *more):
-        changes = ["population=4", "selection.every=1", "unroll_length=32", "total_steps=2048"]
+        changes = ["population=4", "selection.every=1", f"selection.rule={rule}"]
+        changes += ["unroll_length=32", "total_steps=2048"]
         flags = [*(f"--config.{x}" for x in changes), "--quiet", *more]
         return run_sweep(tmp_path / workdir, *flags)
 
@@ -209,6 +256,7 @@ def test_ancestors_are_found_in_the_rows():
     ("changes", "message"),
     [
         ({"selection": {"every": 1}}, "selection.share=0.25 of 1 agents is none"),
+        ({"selection": {"rule": "best"}}, "unknown selection.rule 'best'"),
         ({"selection": {"every": -1}}, "selection.every must not be negative, got -1"),
         ({"selection": {"share": 0.6}}, r"selection.share must be in \(0, 0.5\], got 0.6"),
         ({"selection": {"step": 2.0}}, r"selection.step must be in \[0, 1\], got 2"),

@@ -13,6 +13,7 @@ from jax.core import Tracer
 from ml_collections import ConfigDict
 
 from podracer.agents import AGENTS
+from podracer.agents.lpg import Config as UpdateRuleConfig
 from podracer.agents.settings import Settings
 from podracer.config import members as members_lib
 from podracer.config.conversion import SettingsDict, from_mapping
@@ -73,6 +74,7 @@ class Config(AgentSections):
         is all of them.
       selection: see ``SelectionConfig``.
       averaging: see ``AveragingConfig``.
+      lpg: see ``agents.lpg.Config``.
       total_steps: environment steps to train for, over all devices, rounded up to whole calls (see
         ``updates_per_call``).
       num_envs: number of environments, over all devices. With remote environments (see ``remote``),
@@ -119,6 +121,7 @@ class Config(AgentSections):
     agents_at_once: int = 0
     selection: SelectionConfig = dataclasses.field(default_factory=SelectionConfig)
     averaging: AveragingConfig = dataclasses.field(default_factory=AveragingConfig)
+    lpg: UpdateRuleConfig = dataclasses.field(default_factory=UpdateRuleConfig)
     total_steps: int = 500_000
     num_envs: int = 64
     unroll_length: int = 128

@@ -9,6 +9,7 @@ from podracer.envs import (
     craftax,
     dummy,
     envpool,
+    grid_worlds,
     gymnasium,
     gymnax,
     jumanji,
@@ -32,6 +33,7 @@ SUITES: dict[str, Callable[..., Environment]] = {
     "pgx": pgx.make,
     "playground": playground.make,
     "xminigrid": xminigrid.make,
+    "grid": grid_worlds.make,
     "dummy": dummy.make,
 }
 HOST_SUITES: dict[str, Callable[..., HostEnvironment]] = {

@@ -9,7 +9,7 @@ from podracer.errors import ConfigError, unknown
 from podracer.learning.scalars import is_on
 from podracer.types import Agent
 
-OPTIMIZERS = ("adam", "rmsprop")
+OPTIMIZERS = ("adam", "rmsprop", "sgd")
 
 
 # For each rule, the exponent of the ratio of the batch to the reference batch.
@@ -21,7 +21,8 @@ class OptimizerConfig:
     """Settings of the optimizer.
 
     Attributes:
-      optimizer: "adam" or "rmsprop" (with epsilon inside the root, as in TensorFlow and IMPALA).
+      optimizer: "adam", "rmsprop" (with epsilon inside the root, as in TensorFlow and IMPALA) or
+        "sgd", without momentum.
       learning_rate: learning rate before ``batch_rule``, ``warmup`` and ``anneal``.
       anneal: whether the learning rate falls linearly to 0 over the run: from the first update on,
         even if that one has no gradient steps, or after the warm-up.
@@ -34,7 +35,7 @@ class OptimizerConfig:
         https://arxiv.org/abs/2205.10287).
       reference_batch: the batch that ``learning_rate`` was tuned for; must be 0 if ``batch_rule``
         is "none".
-      epsilon: the optimizer's epsilon, which prevents a division by zero.
+      epsilon: the optimizer's epsilon, which prevents a division by zero; "sgd" has none.
       max_grad_norm: gradients whose global norm exceeds this one are scaled down to it, separately
         for each group of parameters; 0 turns clipping off.
     """
@@ -68,7 +69,7 @@ class OptimizerConfig:
 
 
 def make_optimizer(config: OptimizerConfig, agent: Agent) -> optax.GradientTransformation:
-    """Gradient clipping, then adam or rmsprop, for each group of the agent's parameters.
+    """Gradient clipping, then the optimizer's rule, for each group of the agent's parameters.
 
     Each works on one flat vector of all parameters of its group. A small network has many small
     arrays, and an operation for each would cost more than its arithmetic.
@@ -86,6 +87,8 @@ def _make_group(config: OptimizerConfig, factor: float) -> optax.GradientTransfo
     rate = config.learning_rate * factor
     if config.optimizer == "adam":
         scale = optax.adam(rate, eps=config.epsilon)
+    elif config.optimizer == "sgd":
+        scale = optax.sgd(rate)
     else:
         scale = optax.rmsprop(rate, decay=0.99, eps=config.epsilon, eps_in_sqrt=True)
     norm = config.max_grad_norm

@@ -10,6 +10,9 @@ from podracer.nets import heads, masks
 from podracer.nets.network import DTYPES, Branch, NetworkConfig, as_functions, initial_carry
 from podracer.types import Array, ArrayTree, Carry, Discrete, Params, Spec
 
+# Makes what stands in the place of the values: ``(size of the features, dtype, rngs) -> module``.
+ValueHead = Callable[..., nnx.Module]
+
 
 class Network(NamedTuple):
     """Policy and value as pure functions.
@@ -35,14 +38,14 @@ class Network(NamedTuple):
 class ActorCritic(nnx.Module):
     """A policy head and a value head, on a shared branch or on one branch each."""
 
-    def __init__(self, spec: Spec, config: NetworkConfig, *, rngs: nnx.Rngs):
+    def __init__(self, spec: Spec, config: NetworkConfig, value_head: ValueHead, *, rngs: nnx.Rngs):
         self.actor = Branch(spec, config, rngs=rngs)
         self.critic = None if config.shared else Branch(spec, config, rngs=rngs)
         size, dtype = self.actor.out_size, DTYPES[config.dtype]
         self.policy = heads.policy_head(
             size, spec.action, config.initial_log_std, dtype=dtype, rngs=rngs
         )
-        self.value = heads.ValueHead(size, dtype=dtype, rngs=rngs)
+        self.value = value_head(size, dtype=dtype, rngs=rngs)
 
     def __call__(
         self, carry: Carry, observation: ArrayTree, first: Array
@@ -56,12 +59,15 @@ class ActorCritic(nnx.Module):
         return (tuple(carries) if carry else ()), policy, self.value(y)
 
 
-def make_network(spec: Spec, config: NetworkConfig) -> Network:
+def make_network(
+    spec: Spec, config: NetworkConfig, value_head: ValueHead = heads.ValueHead
+) -> Network:
     """Builds policy and value networks.
 
     Args:
       spec: observation and action spaces.
       config: settings of the network.
+      value_head: makes the value head, or another one in its place.
 
     Raises:
       ConfigError: the torso can't take the observations, an action mask is not one, or a setting
@@ -72,7 +78,7 @@ def make_network(spec: Spec, config: NetworkConfig) -> Network:
             f"network.initial_log_std={config.initial_log_std} is for continuous actions, but this "
             f"environment has {spec.action.num_actions} discrete ones; leave it at 0"
         )
-    init, apply = as_functions(lambda rngs: ActorCritic(spec, config, rngs=rngs))
+    init, apply = as_functions(lambda rngs: ActorCritic(spec, config, value_head, rngs=rngs))
 
     def initial_carries(batch: int) -> Carry:
         carry = initial_carry(config, batch)

@@ -30,6 +30,7 @@ from podracer.types import (
     LossAux,
     Params,
     Spec,
+    TimeStep,
     TrainState,
     Trajectory,
 )
@@ -103,6 +104,28 @@ def make_network(spec: Spec, settings: Settings, config: Config) -> nets.Network
     return nets.make_network(spec, settings.network, head)
 
 
+def experience(timestep: TimeStep, log_prob: Array, log_y: Array, gamma: float) -> Experience:
+    """What a rule knows of transitions. Where one is cut (see ``returns``), so is the rule's memory
+    of what follows.
+
+    Args:
+      timestep: ``[T+1, B]``.
+      log_prob: ``[T, B]``, log-probabilities of the actions.
+      log_y: ``[T+1, B, m]``, log-probabilities of the predicted categories.
+      gamma: the agent's discount factor.
+    """
+    valid = returns.valid(timestep)
+    cut_next = jnp.concatenate([~valid[1:], jnp.zeros_like(valid[:1])])
+    return Experience(
+        jnp.where(valid, timestep.reward[1:], 0.0),
+        timestep.discount[1:],
+        jnp.asarray(gamma, jnp.float32),
+        jnp.exp(log_prob),
+        jnp.exp(log_y),
+        timestep.first[1:] | cut_next,
+    )
+
+
 def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Agent:
     """An agent that learns by the rule whose parameters are in the place of its target network.
 
@@ -136,18 +159,9 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
         distribution = network.distribution(policy[:-1])
         log_prob, log_y = distribution.log_prob(action), jax.nn.log_softmax(logits)
         valid = returns.valid(timestep)
-        # Where a transition is cut, so is what the rule remembers of what follows.
-        after = jnp.concatenate([~valid[1:], jnp.zeros_like(valid[:1])])
-        experience = Experience(
-            jnp.where(valid, timestep.reward[1:], 0.0),
-            timestep.discount[1:],
-            jnp.asarray(settings.discount, jnp.float32),
-            jnp.exp(log_prob),
-            jnp.exp(log_y),
-            timestep.first[1:] | after,
-        )
         # The rule says where an agent should go; the agent does not change what the rule says.
-        change, target = rule.apply(train_state.target, jax.lax.stop_gradient(experience))
+        known = experience(timestep, log_prob, log_y, settings.discount)
+        change, target = rule.apply(train_state.target, jax.lax.stop_gradient(known))
         y = jnp.exp(log_y[:-1])
         kl = (y * (log_y[:-1] - jax.nn.log_softmax(target))).sum(-1)
         means = {

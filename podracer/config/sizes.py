@@ -112,6 +112,39 @@ def num_learners(config: Config) -> int:
     return len(config.members) * config.averaging.groups
 
 
+def make_meta_sizes(config: Config, num_devices: int) -> Sizes:
+    """The sizes of a run that learns an update rule. An update is a step of the rule, and its steps
+    are those of all agents.
+
+    Args:
+      config: the run's configuration.
+      num_devices: number of devices, over which the agents are spread.
+
+    Raises:
+      ConfigError: the agents do not divide evenly over devices.
+    """
+    own = config.lpg
+    if own.agents % num_devices:
+        raise ConfigError(
+            f"the lpg.agents={own.agents} agents do not divide evenly over {num_devices} devices; "
+            f"{_nearest_multiple(own.agents, num_devices)} would"
+        )
+    one = make_sizes(config, 1)
+    steps = own.agents * (own.updates + 1) * one.steps_per_update
+    updates = math.ceil(config.total_steps / steps)
+    per_call = min(config.updates_per_call or max(1, updates // 100), updates)
+    calls = math.ceil(updates / per_call)
+    return dataclasses.replace(
+        one,
+        num_devices=num_devices,
+        steps_per_update=steps,
+        num_updates=calls * per_call,
+        updates_per_call=per_call,
+        num_calls=calls,
+        total_steps=calls * per_call * steps,
+    )
+
+
 def devices_of_group(config: Config, num_devices: int) -> int:
     """The devices that share each learner. Learners are spread over devices first, so that as few
     devices as possible have to exchange gradients."""

@@ -329,22 +329,22 @@ def load_weights(
     """
     step = find(workdir, which, processes)
     folder, shapes = bucket.resolve(workdir) / FOLDER, _placed_shapes(like)
-    with _reading_weights(workdir, which) as what:
-        found = retry.call(what, lambda: files.read_weights(folder, step, shapes))
-    return jax.tree_util.tree_map_with_path(lambda path, _: found[path_name(path)], like), step
-
-
-@contextmanager
-def _reading_weights(workdir: epath.PathLike, which: str | int) -> Iterator[str]:
-    """Turns what shows that weights are damaged, or of another network, into ``ConfigError``; gives
-    what fails in words."""
     try:
-        yield f"the weights of {str(workdir)!r} can't be read"
+        with _reading_weights(workdir, which) as what:
+            found = retry.call(what, lambda: files.read_weights(folder, step, shapes))
     except files.ShapeError as error:
         raise ConfigError(
             f"the weights in {str(workdir)!r} are of another network: {error}"
             f"{upgrading.note(files.read_writer(folder, step))}"
         ) from error
+    return jax.tree_util.tree_map_with_path(lambda path, _: found[path_name(path)], like), step
+
+
+@contextmanager
+def _reading_weights(workdir: epath.PathLike, which: str | int) -> Iterator[str]:
+    """Turns what shows that weights are damaged into ``ConfigError``; gives what fails in words."""
+    try:
+        yield f"the weights of {str(workdir)!r} can't be read"
     except Exception as error:
         if retry.fault(error) is not Fault.DAMAGED:
             raise

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from podracer import anakin
+from podracer.config import members
 from podracer.errors import ConfigError, ExitCode
 from podracer.learning import selection
 from podracer.learning.selection import Distribution, Scores

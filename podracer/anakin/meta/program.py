@@ -6,7 +6,6 @@ back through the updates into the rule. Agents live on from step to step, but gr
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from flax import struct
 
 from podracer.acting.statistics import Episodes, EpisodeSums
 from podracer.config import Config
-from podracer.config.sizes import Sizes, make_sizes
+from podracer.config.sizes import Sizes, make_meta_sizes
 from podracer.distributed import mesh as mesh_lib
 from podracer.learning import learner
 from podracer.learning.optimizer import make_optimizer
@@ -93,24 +92,6 @@ class MetaProgram(NamedTuple):
             "agents": f"{agents:,} = {self.mesh.size} x {agents // self.mesh.size:,}",
             "environments": f"{self.sizes.num_envs:,}, for each agent",
         }
-
-
-def make_meta_sizes(config: Config, num_devices: int) -> Sizes:
-    """The sizes of a run whose updates are steps of the rule, of all agents together."""
-    one = make_sizes(dataclasses.replace(config, updates_per_call=0), 1)
-    steps = config.lpg.agents * (config.lpg.updates + 1) * one.steps_per_update
-    updates = math.ceil(config.total_steps / steps)
-    per_call = min(config.updates_per_call or max(1, updates // 100), updates)
-    calls = math.ceil(updates / per_call)
-    return dataclasses.replace(
-        one,
-        num_devices=num_devices,
-        steps_per_update=steps,
-        num_updates=calls * per_call,
-        updates_per_call=per_call,
-        num_calls=calls,
-        total_steps=calls * per_call * steps,
-    )
 
 
 def make_objective(lives: Lives, judge: Callable[..., Any], updates: int):

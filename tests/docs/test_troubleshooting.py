@@ -28,8 +28,9 @@ def literals(node: ast.AST) -> list[str]:
         case ast.Constant(value=str(text)):
             return [text]
         case ast.JoinedStr(values=values):
-            kinds = itertools.groupby(values, lambda each: isinstance(each, ast.Constant))
-            return ["".join(x.value for x in group) for literal, group in kinds if literal]
+            texts = (x.value if isinstance(x, ast.Constant) else None for x in values)
+            kinds = itertools.groupby(texts, lambda text: text is not None)
+            return ["".join(map(str, group)) for literal, group in kinds if literal]
         case ast.BinOp(left=left, right=right):
             return literals(left) + literals(right)
         case ast.IfExp(body=body, orelse=orelse):

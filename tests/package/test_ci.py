@@ -13,6 +13,8 @@ FIRST = [
     "ruff check .",
     "ruff format --check .",
     "pyright",
+    "pip install --quiet -e .[docs]",
+    "sphinx-build --quiet -W --keep-going -c docs . build/site",
     "pytest",
     "pytest -m slow -n 2 -x --durations=30 -k not actions_are_learned",
     "pytest -m slow or not slow -n 2 -k actions_are_learned tests/agents",
@@ -30,7 +32,7 @@ echo "${command% }" >> "$COMMANDS"
 PYTHON = """#!/bin/bash
 if [ "$1" = -m ]; then
   mkdir -p "$3/bin"
-  for tool in python pip pytest ruff pyright; do cp "$TOOL" "$3/bin/$tool"; done
+  for tool in python pip pytest ruff pyright sphinx-build; do cp "$TOOL" "$3/bin/$tool"; done
   echo "PATH=$3/bin:\\$PATH; deactivate() { :; }" > "$3/bin/activate"
 fi
 """

@@ -44,7 +44,7 @@ def envpool() -> None:
 
     from podracer import envs
 
-    pool = envs.make_host_environment("envpool:CartPole-v1", {}, {}).make_pool(range(2), 1)
+    pool = envs.make_host_environment("envpool:CartPole-v1", {}, {}).make_pool([0, 1], 1)
     pool.reset()
     step = pool.step(np.zeros(2, np.int32))
     pool.close()

@@ -1,7 +1,6 @@
 """docs/troubleshooting.md explains every error, in the section that the error itself names."""
 
 import ast
-import itertools
 import pathlib
 import re
 
@@ -28,9 +27,9 @@ def literals(node: ast.AST) -> list[str]:
         case ast.Constant(value=str(text)):
             return [text]
         case ast.JoinedStr(values=values):
-            texts = (x.value if isinstance(x, ast.Constant) else None for x in values)
-            kinds = itertools.groupby(texts, lambda text: text is not None)
-            return ["".join(map(str, group)) for literal, group in kinds if literal]
+            varies = "\0"
+            parts = [x.value if isinstance(x, ast.Constant) else varies for x in values]
+            return "".join(map(str, parts)).split(varies)
         case ast.BinOp(left=left, right=right):
             return literals(left) + literals(right)
         case ast.IfExp(body=body, orelse=orelse):

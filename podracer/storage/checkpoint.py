@@ -335,7 +335,6 @@ def load_weights(
     except files.ShapeError as error:
         raise ConfigError(
             f"the weights in {str(workdir)!r} are of another network: {error}"
-            f"{upgrading.note(files.read_writer(folder, step))}"
         ) from error
     return jax.tree_util.tree_map_with_path(lambda path, _: found[path_name(path)], like), step
 

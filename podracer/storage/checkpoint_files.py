@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from podracer.distributed.checksum import checksum, digests, is_key, named_arrays, path_name
-from podracer.storage import bucket
+from podracer.storage import bucket, upgrading
 from podracer.storage.workdir import CHECKPOINTS, versions
 from podracer.types import Array, ArrayTree, Row
 
@@ -221,7 +221,10 @@ def read_weights(
         for name in sorted(saved.keys() | shapes.keys()):
             there, here = (tuple(x[name].shape) if name in x else None for x in (saved, shapes))
             if there != here:
-                raise ShapeError(f"{name} has the shape {there} there and {here} here")
+                raise ShapeError(
+                    f"{name} has the shape {there} there and {here} here"
+                    f"{upgrading.note(read_writer(folder, step))}"
+                )
         arguments = ocp.args.Composite(**{WEIGHTS: ocp.args.StandardRestore(shapes)})
         return manager.restore(step, args=arguments)[WEIGHTS]
 

@@ -85,10 +85,16 @@ def test_errors_about_a_run_of_another_version_say_where_its_changes_are_listed(
         anakin.train(longer, workdir, quiet=True)
     # The start before has written the present version.
     written_by("0.0.9", workdir)
-    replace(workdir / "config.json", '"seed"', '"sede"')
+    text = (workdir / "config.json").read_text()
+    other = json.loads(text)
+    other["config"]["network"]["hidden"] = [8]
+    (workdir / "config.json").write_text(json.dumps(other))
+    with pytest.raises(errors.ConfigError, match="are of another network") as network:
+        evaluate(workdir)
+    (workdir / "config.json").write_text(text.replace('"seed"', '"sede"'))
     with pytest.raises(errors.ConfigError, match="unknown config key 'sede'") as key:
         evaluate(workdir)
-    for error in (settings, checkpoint, key):
+    for error in (settings, checkpoint, network, key):
         assert both in str(error.value)
 
 

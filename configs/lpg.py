@@ -11,8 +11,9 @@ from podracer.config import default_config
 def get_config() -> ml_collections.ConfigDict:
     config = default_config("vtrace")
     config.env = "grid:5x5"
-    # Of all agents together: 500 steps of the rule.
-    config.total_steps = 500 * 32 * 6 * 16 * 20
+    # 300 steps of the rule, each from 32 agents x 6 unrolls x 16 environments x 20 steps.
+    config.total_steps = 300 * 32 * 6 * 16 * 20
+    config.updates_per_call = 5
     config.num_envs = 16
     config.unroll_length = 20
     config.num_epochs = 1
@@ -21,7 +22,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.network.hidden = ()
     config.optimizer = "sgd"
     config.learning_rate = 40.0
-    config.max_grad_norm = 0.0
     config.anneal = False
     config.evaluation.episodes = 64
     return config

@@ -50,7 +50,8 @@ class Config:
       updates: updates of each agent between two steps of the rule, through which the rule's
         gradient goes.
       learning_rate: of the rule, by adam.
-      max_grad_norm: of the rule's gradient; larger ones are scaled down.
+      max_grad_norm: of the rule's gradient; larger ones are scaled down. Close to its usual norm:
+        where updates become chaotic, it grows a hundredfold.
       lambda_: of the advantages that judge a rule.
       value_rate: how far the values that judge a rule move to their targets in an update.
       policy_entropy: weight of the entropy of agents' policies in the rule's objective.
@@ -66,12 +67,12 @@ class Config:
     lifetime: int = 100
     updates: int = 5
     learning_rate: float = 1e-3
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = 0.1
     lambda_: float = 0.95
     value_rate: float = 0.5
-    policy_entropy: float = 0.02
+    policy_entropy: float = 0.01
     prediction_entropy: float = 0.001
-    policy_penalty: float = 0.005
+    policy_penalty: float = 0.02
 
     def __post_init__(self):
         sizes = ("predictions", "units", "embedding", "agents", "lifetime", "updates")

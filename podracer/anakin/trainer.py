@@ -15,6 +15,7 @@ from podracer.config.sizes import auto_cpu_devices, make_sizes
 from podracer.distributed import mesh as mesh_lib
 from podracer.distributed.processes import Processes
 from podracer.training import builder, loop
+from podracer.training.exchange import Exchange
 from podracer.training.options import RunOptions
 from podracer.training.start import compile_and_restore, open_session
 from podracer.training.sweep_report import make_report
@@ -51,10 +52,11 @@ def train(
         compiled, state, progress = compile_and_restore(
             lambda: compile_program(program, parsed), session, clock, program.agent
         )
+        exchange = Exchange(parsed, session.processes.count)
         return loop.run(
-            state,
+            exchange.join(state, progress.update),
             progress,
-            step=compiled.step,
+            step=exchange.wrap(compiled.step),
             evaluate=compiled.evaluate,
             config=parsed,
             sizes=program.sizes,

@@ -202,13 +202,19 @@ class Config(AgentSections):
 
     def _check_groups(self) -> None:
         """Checks what each of several groups trains with as any other config."""
-        groups = self.averaging.groups
-        if groups == 1:
+        groups, folder = self.averaging.groups, self.averaging.folder
+        if groups == 1 and not folder:
             return
         if len(self.members) > 1:
+            which = f"averaging.folder={folder}" if folder else f"averaging.groups={groups}"
             raise ConfigError(
-                f"averaging.groups={groups} groups train one agent, and this run trains "
-                f"{len(self.members)}; set averaging.groups to 1, or num_seeds to 1 and no sweep"
+                f"{which} is for one agent, and this run trains {len(self.members)}; set num_seeds "
+                "to 1 and no sweep"
+            )
+        if groups > 1 and folder:
+            raise ConfigError(
+                f"averaging.folder={folder} averages runs, and averaging.groups={groups} groups of "
+                "devices of one run; leave one of them at its default"
             )
         if self.num_envs % groups:
             raise ConfigError(

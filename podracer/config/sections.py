@@ -87,25 +87,31 @@ class SelectionConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AveragingConfig:
-    """Groups of devices that learn by themselves and average, see ``learning.averaging``.
+    """Groups of devices, or runs, that learn by themselves and average: see
+    ``learning.averaging``.
 
     Attributes:
-      groups: number of groups, each with its share of the environments, of a gradient step's batch
-        and of a replay buffer; 1 averages nothing.
+      groups: number of groups of devices (Anakin only), each with its share of the environments, of
+        a gradient step's batch and of a replay buffer; 1 averages nothing.
+      folder: folder through which this run averages with others, which are configs like this one
+        with another seed; "" is none. See ``training.exchange``.
       every: number of updates of each group between two averages (K). Calls are whole multiples of
-        it (see ``Config.updates_per_call``).
+        it, and with a folder they are K updates (see ``Config.updates_per_call``).
       outer_rate: how far the weights go from where they were at the last average towards the mean
         of the groups: 1 is all the way.
       outer_momentum: Nesterov's momentum of these steps, in [0, 1).
+      timeout_s: seconds after which what another run has written to the folder counts no more.
     """
 
     groups: int = 1
+    folder: str = ""
     every: int = 8
     outer_rate: float = 1.0
     outer_momentum: float = 0.0
+    timeout_s: float = 600.0
 
     def __post_init__(self):
-        for key in ("groups", "every", "outer_rate"):
+        for key in ("groups", "every", "outer_rate", "timeout_s"):
             if getattr(self, key) <= 0:
                 raise ConfigError(f"averaging.{key} must be positive, got {getattr(self, key)}")
         if not 0 <= self.outer_momentum < 1:

@@ -86,7 +86,9 @@ def make_sizes(config: Config, num_devices: int, num_threads: int = 0) -> Sizes:
         # Between calls, a run that waits for workers can be stopped.
         chosen = 1
     per_call = min(config.updates_per_call or chosen, updates)
-    if config.averaging.groups > 1:
+    if config.averaging.folder:
+        per_call = config.averaging.every
+    elif config.averaging.groups > 1:
         per_call = math.ceil(per_call / config.averaging.every) * config.averaging.every
     calls = math.ceil(updates / per_call)
     groups = num_devices // in_group

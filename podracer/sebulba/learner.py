@@ -14,7 +14,7 @@ from podracer.distributed import mesh as mesh_lib
 from podracer.learning.learner import Metrics
 from podracer.monitoring.metrics import Clock
 from podracer.sebulba.pipeline import ActorOutput, ParameterServer, PauseTimer, TrajectoryQueue
-from podracer.sebulba.program import TRAJECTORY_SPECS, SebulbaState
+from podracer.sebulba.program import TRAJECTORY_SPECS, SebulbaState, copy_weights
 from podracer.sebulba.setup import SebulbaSetup
 from podracer.sebulba.threads import Supervisor, WorkerThread
 from podracer.sebulba.timing import LEARNER_WAIT, PUBLISH, UPDATE
@@ -144,6 +144,10 @@ class Learner:
         """Publishes weights once they have arrived on all actor devices."""
         copies = self._worker.call("publishing weights", partial(self._copy_to_actors, weights))
         self._parameters.publish(self.version, copies)
+
+    def publish_again(self, state: SebulbaState) -> None:
+        """Publishes the weights of a state in place of those of the last update."""
+        self.publish(copy_weights(state.train.weights))
 
     def _copy_to_actors(self, weights: Weights) -> dict[Device, Weights]:
         local = mesh_lib.local(weights)

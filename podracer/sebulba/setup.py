@@ -1,5 +1,6 @@
 """What is decided before anything compiles: devices, sizes, functions, and the actor threads."""
 
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -125,8 +126,8 @@ def prepare(config: Config, env: HostEnvironment | None = None) -> SebulbaSetup:
 
 def _check_settings(config: Config) -> None:
     """Raises ``ConfigError`` for settings that Sebulba does not support."""
-    for name, only in (("num_seeds", 1), ("sweep", {}), ("stagger", 0)):
-        value = getattr(config, name)
+    for name, only in (("num_seeds", 1), ("sweep", {}), ("stagger", 0), ("averaging.groups", 1)):
+        value = operator.attrgetter(name)(config)
         if value != only:
             raise ConfigError(
                 f"{name}={value} is for environments written in JAX; set it to {only}"

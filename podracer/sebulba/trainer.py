@@ -23,6 +23,7 @@ from podracer.sebulba.remote import RemoteActors
 from podracer.sebulba.setup import SebulbaSetup, make_actors, prepare
 from podracer.sebulba.threads import HangLimits, Supervisor
 from podracer.training import builder, loop
+from podracer.training.exchange import Exchange
 from podracer.training.options import RunOptions
 from podracer.training.start import compile_and_restore, open_session
 from podracer.types import Device, Row
@@ -66,6 +67,8 @@ def train(
         )
         if progress.update:
             session.log("environments start new episodes, because host environments can't be saved")
+        exchange = Exchange(parsed, session.processes.count)
+        state = exchange.join(state, progress.update)
         with make_supervisor(parsed.sebulba, session.warn) as supervisor:
             # Remote workers may keep the learner waiting for ever. Several processes stop together.
             alone = parsed.remote.num_envs and session.processes.count == 1
@@ -81,7 +84,7 @@ def train(
             return loop.run(
                 state,
                 progress,
-                step=learner.step,
+                step=exchange.wrap(learner.step, learner.publish_again),
                 evaluate=EvaluationThread(setup, supervisor, heartbeat),
                 config=parsed,
                 sizes=setup.sizes,

@@ -1,0 +1,178 @@
+"""Runs that average: each is a group by itself, and all exchange weights through a folder.
+
+After every call of its step, a run writes its weights there, and goes on from the average of these
+and of what the other runs have written last, see ``learning.averaging``. No run waits for another
+one: a slow run contributes less often, and one that has stopped counts no more after a while. When
+it is started again, it goes on from the average of the others.
+"""
+
+import contextlib
+import os
+import pathlib
+import time
+import zipfile
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from podracer.config import Config
+from podracer.distributed.checksum import named_arrays
+from podracer.errors import ConfigError, SaveError
+from podracer.learning import averaging
+from podracer.learning.averaging import Groups
+from podracer.training.rows import CallMetrics
+from podracer.types import ArrayTree, TrainState
+
+FIRST = "first.npz"
+Step = Callable[[Any], tuple[Any, CallMetrics]]
+
+
+def _shared(train: TrainState) -> ArrayTree:
+    """What runs exchange, on the host."""
+    return jax.device_get((train.weights, train.target))
+
+
+def _with(train: TrainState, shared: ArrayTree) -> TrainState:
+    """The state with what was exchanged, on the devices where that was."""
+    weights, target = jax.tree.map(
+        lambda x, old: jax.device_put(x, old.sharding),
+        jax.device_get(shared),
+        (train.weights, train.target),
+    )
+    return train.replace(weights=weights, target=target)
+
+
+class Exchange:
+    """A run's part in an average of runs; without a folder, it has none."""
+
+    def __init__(self, config: Config, num_processes: int):
+        """Reads and writes nothing yet.
+
+        Raises:
+          ConfigError: the run can't average with others.
+        """
+        settings = config.averaging
+        self._timeout_s, self._folder = settings.timeout_s, pathlib.Path(settings.folder)
+        self.on = settings.folder != ""
+        if self.on and num_processes > 1:
+            raise ConfigError(
+                f"averaging.folder={settings.folder} averages runs of one process each, and this "
+                f"run has {num_processes}"
+            )
+        if self.on and "://" in settings.folder:
+            raise ConfigError(
+                f"averaging.folder={settings.folder} must be a folder of a file system that all "
+                "runs share"
+            )
+        self._name = f"seed_{config.seed}.npz"
+        optimizer = averaging.make_outer(settings.outer_rate, settings.outer_momentum)
+        self._init = jax.jit(optimizer.init)
+        self._average = jax.jit(partial(averaging.average, optimizer))
+        self._before: Any = None
+        self._opt_state: Any = None
+
+    def join(self, state: Any, update: int) -> Any:
+        """The state from which a run begins or goes on: with the average of the others' weights, if
+        there are any. Of runs that begin together, all have the first weights of one of them.
+
+        Args:
+          state: initial or restored, whose ``train`` is a ``TrainState``.
+          update: number of updates done.
+        """
+        if not self.on:
+            return state
+        self._folder.mkdir(parents=True, exist_ok=True)
+        own = _shared(state.train)
+        others = self._others(own)
+        if not others and update == 0:
+            others = [self._first(own)]
+        if others:
+            own = jax.tree.map(lambda *x: np.mean(x, axis=0, dtype=x[0].dtype), *others)
+        train = _with(state.train, own)
+        self._before, self._opt_state = own[0], self._init(train.weights.params)
+        return state.replace(train=train)
+
+    def wrap(self, step: Step, publish: Callable[[Any], None] = lambda state: None) -> Step:
+        """The step with an average after it.
+
+        Args:
+          step: one call.
+          publish: called with the state after an average.
+        """
+        if not self.on:
+            return step
+
+        def averaging_step(state: Any) -> tuple[Any, CallMetrics]:
+            state, metrics = step(state)
+            train, averages = self._exchange(state.train)
+            state = state.replace(train=train)
+            publish(state)
+            return state, metrics._replace(averages=averages)
+
+        return averaging_step
+
+    def _exchange(self, train: TrainState) -> tuple[TrainState, dict[str, Any]]:
+        own = _shared(train)
+        # The loop ends a run that has diverged; until then, no other one learns of it.
+        if all(np.isfinite(x).all() for x in jax.tree.leaves(own)):
+            self._write(self._name, own)
+        others = self._others(own)
+        weights, target = jax.tree.map(lambda *x: np.stack(x), own, *others)
+        groups = Groups(weights, target, np.ones(1 + len(others), bool))
+        found = self._average(*jax.device_put((self._before, self._opt_state, groups)))
+        self._before, self._opt_state = jax.device_get((found.weights, found.opt_state))
+        averages = {**jax.device_get(found.metrics), "averaging/runs": np.int32(1 + len(others))}
+        return _with(train, (found.weights, found.target)), averages
+
+    def _others(self, like: ArrayTree) -> list[ArrayTree]:
+        """What the other runs have written, if it is new enough."""
+        found = []
+        for path in sorted(self._folder.glob("seed_*.npz")):
+            # Somebody may empty the folder.
+            with contextlib.suppress(FileNotFoundError):
+                fresh = time.time() - path.stat().st_mtime <= self._timeout_s
+                if fresh and path.name != self._name:
+                    found.append(self._read(path, like))
+        return found
+
+    def _first(self, own: ArrayTree) -> ArrayTree:
+        """The weights that all runs begin with: those of the run that is the first to write any."""
+        if not (self._folder / FIRST).exists():
+            temporary = self._write(f".{FIRST}.{self._name}", own)
+            with contextlib.suppress(FileExistsError):
+                os.link(temporary, self._folder / FIRST)
+            temporary.unlink()
+        return self._read(self._folder / FIRST, own)
+
+    def _write(self, name: str, tree: ArrayTree) -> pathlib.Path:
+        """Writes arrays at once: nobody ever sees a part of the file."""
+        path, temporary = self._folder / name, self._folder / f".{name}.writing"
+        try:
+            with temporary.open("wb") as file:
+                np.savez(file, **named_arrays(tree))
+            temporary.replace(path)
+        except OSError as error:
+            raise SaveError(f"averaging.folder: {path} can't be written: {error}") from error
+        return path
+
+    def _read(self, path: pathlib.Path, like: ArrayTree) -> ArrayTree:
+        """The arrays of a file, as a tree like ``like``.
+
+        Raises:
+          ConfigError: they are those of another network, or the file is something else.
+        """
+        try:
+            with np.load(path) as file:
+                arrays = dict(file)
+        except (ValueError, zipfile.BadZipFile) as error:
+            raise ConfigError(f"{path} holds no weights: {error}") from error
+        expected = {name: x.shape for name, x in named_arrays(like).items()}
+        if {name: x.shape for name, x in arrays.items()} != expected:
+            raise ConfigError(
+                f"{path} holds the weights of another network; runs that average need the same "
+                "environment, agent and network, and a folder of their own: averaging.folder"
+            )
+        return jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in expected])

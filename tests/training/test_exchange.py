@@ -1,0 +1,131 @@
+"""Runs that average through a folder, at any speed and after any preemption."""
+
+import os
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from podracer import anakin
+from podracer.config.sizes import make_sizes
+from podracer.errors import ConfigError
+from podracer.training.exchange import Exchange
+from podracer.training.rows import CallMetrics
+from podracer.types import TrainState, Weights
+from tests.helpers import make_config
+from tests.sebulba.runs import sebulba_config, train
+
+
+class State:
+    """A run's state, as far as the exchange knows it."""
+
+    def __init__(self, train):
+        self.train = train
+
+    def replace(self, train):
+        return State(train)
+
+
+def state_of(x: float, size: int = 2) -> State:
+    full = np.full(size, x, np.float32)
+    train = TrainState(Weights({"w": full}, {"mean": np.float32(x)}), {"w": full}, (), np.int32(0))
+    return State(jax.device_put(train))
+
+
+def numbers(state: State) -> list[float]:
+    train = jax.device_get(state.train)
+    return [float(x.mean()) for x in jax.tree.leaves((train.weights, train.target))]
+
+
+class Run:
+    """A run each of whose calls adds the same to its weights."""
+
+    def __init__(self, folder, seed: int, first: float, step: float, update: int = 0, **changes):
+        settings = {"averaging__folder": str(folder), "seed": seed, **changes}
+        exchange = Exchange(make_config(**settings), 1)
+        self.state = exchange.join(state_of(first), update)
+        self._step = exchange.wrap(lambda state: (state_of(numbers(state)[0] + step), metrics))
+        metrics: Any = CallMetrics(learner=(), episodes=())  # type: ignore
+
+    def call(self) -> dict[str, float]:
+        with jax.transfer_guard("disallow"):
+            self.state, metrics = self._step(self.state)
+        return metrics.averages
+
+
+def test_runs_go_on_from_the_average_of_what_all_have_written_last(tmp_path):
+    a, b = Run(tmp_path, 0, 5.0, 1.0), Run(tmp_path, 1, 7.0, 3.0)
+    # Both begin with the weights of the one that came first.
+    assert numbers(a.state) == numbers(b.state) == [5.0] * 3
+    assert a.call()["averaging/runs"] == 1
+    assert numbers(a.state) == [6.0] * 3
+    found = b.call()
+    assert found["averaging/runs"] == 2
+    np.testing.assert_allclose(found["averaging/apart"], np.sqrt(2), rtol=1e-5)
+    assert numbers(b.state) == [7.0] * 3
+    a.call()
+    assert numbers(a.state) == [(7 + 8) / 2] * 3
+    # A faster one does not wait.
+    a.call()
+    assert numbers(a.state) == [(8.5 + 8) / 2] * 3
+
+
+def test_one_that_has_stopped_counts_no_more_and_rejoins_from_the_others(tmp_path):
+    a, b = Run(tmp_path, 0, 0.0, 1.0), Run(tmp_path, 1, 0.0, 5.0)
+    b.call()
+    long_ago = time.time() - 601
+    os.utime(tmp_path / "seed_1.npz", (long_ago, long_ago))
+    assert a.call()["averaging/runs"] == 1
+    assert numbers(a.state) == [1.0] * 3
+    again = Run(tmp_path, 1, 99.0, 5.0, update=7)
+    assert numbers(again.state) == [1.0] * 3
+    assert again.call()["averaging/runs"] == 2
+    # One that is alone goes on from its checkpoint.
+    os.utime(tmp_path / "seed_1.npz", (long_ago, long_ago))
+    os.utime(tmp_path / "seed_0.npz", (long_ago, long_ago))
+    assert numbers(Run(tmp_path, 1, 99.0, 5.0, update=9).state) == [99.0] * 3
+
+
+def test_outer_momentum_and_what_has_diverged(tmp_path):
+    outer = {"averaging__outer_rate": 0.5, "averaging__outer_momentum": 0.5}
+    a = Run(tmp_path, 0, 0.0, 1.0, **outer)
+    velocity, x = 0.0, 0.0
+    for _ in range(2):
+        velocity = 0.5 * velocity - 1
+        x -= 0.5 * (-1 + 0.5 * velocity)
+        a.call()
+        assert numbers(a.state)[0] == pytest.approx(x)
+    Run(tmp_path, 1, 0.0, np.nan).call()
+    assert not (tmp_path / "seed_1.npz").exists()
+
+
+def test_what_is_no_run_like_this_one_is_rejected(tmp_path):
+    Run(tmp_path, 0, 0.0, 1.0).call()
+    exchange = Exchange(make_config(averaging__folder=str(tmp_path), seed=1), 1)
+    with pytest.raises(ConfigError, match=r"seed_0.npz holds the weights of another network"):
+        exchange.join(state_of(0.0, size=3), 0)
+    (tmp_path / "seed_0.npz").write_bytes(b"other")
+    with pytest.raises(ConfigError, match=r"seed_0.npz holds no weights"):
+        exchange.join(state_of(0.0), 0)
+    for folder, count, message in (("gs://b/x", 1, "must be a folder"), ("x", 2, "has 2")):
+        with pytest.raises(ConfigError, match=message):
+            Exchange(make_config(averaging__folder=folder), count)
+    whole = make_config(averaging__folder="x", averaging__every=7, updates_per_call=3)
+    assert make_sizes(whole, 1).updates_per_call == 7
+
+
+def test_runs_of_both_architectures_average(tmp_path):
+    shared = {"averaging__folder": str(tmp_path), "averaging__every": 2, "total_steps": 8 * 8 * 4}
+    first = anakin.train(make_config(env="dummy:counting", **shared), quiet=True)
+    assert first.metrics[-1]["averaging/runs"] == 1
+    devices = {"sebulba__actor_devices": (0,), "sebulba__learner_devices": (1,)}
+    changes = {"learning_rate": 1e-30, "seed": 1, "sebulba__threads": 1, **devices}
+    second = train(sebulba_config(**shared, **changes))
+    assert second.metrics[-1]["averaging/runs"] == 2
+    # It has begun with the average of the others, and learns nothing itself.
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5),
+        *jax.device_get((first.weights.params, second.weights.params)),
+    )

@@ -1,5 +1,6 @@
 """Population-based training: bad agents copy good ones, and everything else stays as it was."""
 
+import itertools
 import json
 
 import jax
@@ -223,12 +224,15 @@ def test_resumed_is_never_stopped(rule, tmp_path, monkeypatch, capsys):
         summary["members"][birth["member"]]["learning_rate"] == rows[0][-1][f"{best}/learning_rate"]
     )
     assert "each with its settings at the end" in summary["report"]
-    # It is evaluated with the settings that it had with the weights.
+    # Each is evaluated with the settings that it had with the weights, which were not always those.
     updates = checkpoint.list_updates(tmp_path / "whole")
-    for weights in ("last", "best", *updates):
-        found = saved_run.read(tmp_path / "whole", birth["member"], weights, None)
+    seen = set()
+    for weights, i in itertools.product(("last", "best", *updates), range(4)):
+        found = saved_run.read(tmp_path / "whole", i, weights, None)
         (row,) = [x for x in rows[0] if x["step"] == found.update * 8 * 32]
-        assert found.config.learning_rate == row[f"{best}/learning_rate"]
+        assert found.config.learning_rate == row[f"member_{i}/learning_rate"]
+        seen.add(found.config.learning_rate)
+    assert len(seen) > 4
     assert run("whole", "--config.selection.every=0") == ExitCode.CONFIG
     assert "selection.every=1, not 0, which can't change" in capsys.readouterr().err
 

@@ -60,7 +60,7 @@ PEERS = {
             "{path}/stoix/systems/ppo/anakin/ff_ppo.py",
             "arch.seed={seed}",
             "arch.total_num_envs=64",
-            "arch.total_timesteps=1000000",
+            "arch.total_timesteps=500000",
             "logger.loggers.tensorboard.enabled=True",
             "logger.base_exp_path={folder}",
             "hydra.run.dir={folder}",

@@ -191,7 +191,7 @@ SETS: dict[str, list[Task]] = {
             "cartpole",
             "anakin",
             "num_envs=64",
-            "total_steps=983_040",
+            "total_steps=491_520",
             "learning_rate=3e-4",
             "num_minibatches=16",
             "network.hidden=(256,256)",

@@ -43,7 +43,9 @@ def measure(config: Config, agent: Any, rule: Any, worlds: int) -> dict[str, flo
     for name, first in (("last", round(0.8 * config.lpg.lifetime)), ("life", 0)):
         count, total = (x[:, first:].sum(1) for x in (episodes.episodes, episodes.ret))
         mean, interval = mean_and_interval(np.asarray(total / jnp.maximum(count, 1)))
-        found |= {f"{name}_return": round(float(mean), 4), f"{name}_interval": round(interval, 4)}
+        assert interval is not None
+        found[f"{name}_return"] = round(float(mean), 4)
+        found[f"{name}_interval"] = round(float(interval), 4)
     return found
 
 

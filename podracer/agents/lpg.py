@@ -158,7 +158,8 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
         timestep, action = actor_critic.time_major(steps)
         _, policy, logits = network.apply(params, carry, timestep.observation, timestep.first)
         distribution = network.distribution(policy[:-1])
-        log_prob, log_y = distribution.log_prob(action), jax.nn.log_softmax(logits)
+        log_prob = jnp.asarray(distribution.log_prob(action))
+        log_y = jax.nn.log_softmax(logits)
         valid = returns.valid(timestep)
         # The rule says where an agent should go; the agent does not change what the rule says.
         known = experience(timestep, log_prob, log_y, settings.discount)

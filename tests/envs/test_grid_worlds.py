@@ -8,6 +8,7 @@ import pytest
 from podracer import envs
 from podracer.envs.grid_worlds import Family, GridState, World, parse
 from podracer.errors import ConfigError
+from podracer.types import Discrete
 
 FAMILY = Family(3, objects=2, walls=1, length=8)
 # A wall in the middle; what ends the episode, and what comes back at once or never, is certain.
@@ -72,7 +73,7 @@ def test_worlds_of_a_family_differ_and_start_on_free_cells():
 def test_a_world_is_an_environment_of_its_own():
     one, other = (envs.make_environment("grid:4x4", {"world": i}, {}) for i in range(2))
     assert one.spec.observation.shape == (4 * 4 * 4,)
-    assert other.spec.action.num_actions == 4
+    assert other.spec.action == Discrete(4)
 
 
 @pytest.mark.parametrize(

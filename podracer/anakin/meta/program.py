@@ -137,7 +137,7 @@ def make_step(
 
     def one_step(state: MetaState, _: None) -> tuple[MetaState, tuple[Any, EpisodeSums]]:
         train = state.train
-        key, _ = builder.update_keys(state.key, train.step)
+        key = builder.update_keys(state.key, train.step)[0]
         own = mesh_lib.own_agents(jnp.arange(settings.agents))
         keys = jax.vmap(partial(jax.random.fold_in, key))(own)
         members = jax.vmap(renewed)(state.members, keys)
@@ -218,8 +218,9 @@ def make_program(config: Config, num_devices: int, mesh: jax.sharding.Mesh) -> M
         members = jax.vmap(lives.born)(keys).replace(age=age)
         return MetaState(train, (), key, members)
 
-    specs: Any = MetaState(mesh_lib.REPLICATED, mesh_lib.REPLICATED, mesh_lib.REPLICATED,
-                           mesh_lib.AGENTS)  # fmt: skip
+    rest: Any = mesh_lib.REPLICATED
+    agents: Any = mesh_lib.AGENTS
+    specs: Any = MetaState(rest, rest, rest, agents)
     step = make_step(lives, kind.judge, optimizer, config, sizes)
     jitted_init = jax.jit(mesh_lib.per_device(init, mesh, mesh_lib.REPLICATED, specs))
     return MetaProgram(

@@ -25,7 +25,11 @@ import settings_lists  # noqa: E402
 import podracer  # noqa: E402
 
 NAVIGATION = {
-    "Start": ["docs/quickstart", "notebooks/anakin", "notebooks/sebulba", "notebooks/search"],
+    "Start": [
+        "docs/quickstart",
+        *(f"notebooks/{name}" for name in ("anakin", "sebulba", "remote", "replay", "search")),
+        *(f"docs/coming_from_{name}" for name in ("purejaxrl", "cleanrl", "stoix", "brax")),
+    ],
     "Ways to act": ["docs/anakin", "docs/sebulba", "docs/remote"],
     "Environments": ["docs/environments"],
     "Algorithms": [
@@ -39,6 +43,8 @@ NAVIGATION = {
         "docs/guides/agent",
         "docs/guides/tuning",
         "docs/sweeps",
+        "docs/learned_updates",
+        "docs/averaging",
         "docs/scaling",
         "docs/runs",
         "docs/guides/preemption",
@@ -56,7 +62,7 @@ NAVIGATION = {
     ],
     "Reference": ["docs/settings", "docs/api"],
     "Measured": ["docs/results", "benchmarks/README", "docs/comparison"],
-    "Project": ["docs/design", "CONTRIBUTING", "CHANGELOG"],
+    "Project": ["docs/design", "docs/releases", "CONTRIBUTING", "CHANGELOG"],
 }
 
 project = "podracer"

@@ -121,8 +121,10 @@ class Exchange:
             self._write(self._name, own)
         others = self._others(own)
         weights, target = jax.tree.map(lambda *x: np.stack(x), own, *others)
-        groups = Groups(weights, target, np.ones(1 + len(others), bool))
-        found = self._average(*jax.device_put((self._before, self._opt_state, groups)))
+        alive = np.ones(1 + len(others), bool)
+        given = jax.device_put((self._before, self._opt_state, (weights, target, alive)))
+        before, opt_state, groups = given
+        found = self._average(before, opt_state, Groups(*groups))
         self._before, self._opt_state = jax.device_get((found.weights, found.opt_state))
         averages = {**jax.device_get(found.metrics), "averaging/runs": np.int32(1 + len(others))}
         return _with(train, (found.weights, found.target)), averages
@@ -150,9 +152,10 @@ class Exchange:
     def _write(self, name: str, tree: ArrayTree) -> pathlib.Path:
         """Writes arrays at once: nobody ever sees a part of the file."""
         path, temporary = self._folder / name, self._folder / f".{name}.writing"
+        arrays: dict[str, Any] = dict(named_arrays(tree))
         try:
             with temporary.open("wb") as file:
-                np.savez(file, **named_arrays(tree))
+                np.savez(file, **arrays)
             temporary.replace(path)
         except OSError as error:
             raise SaveError(f"averaging.folder: {path} can't be written: {error}") from error

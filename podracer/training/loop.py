@@ -249,22 +249,10 @@ def run(
                 hooks.save(state, done)
                 consensus.forget()
         hooks.save_last(state, sizes.last(progress.update))
-        summary = _summarize(session, config, clock, report)
+        summary = session.agree(lambda x: rows.summarize_run(x[-1], config, clock) | report(x))
     session.finish(summary)
     whole = mesh_lib.replicate(state.train.weights, mesh)
     return Result(whole, session.rows, summary, make_policy(whole, session.rows[-1]))
-
-
-def _summarize(
-    session: Session,
-    config: Config,
-    clock: Clock,
-    report: Callable[[Sequence[Row]], dict[str, Any]],
-) -> dict[str, Any]:
-    """The summary, by the first process, which alone has all rows of a resumed run."""
-    return session.processes.broadcast(
-        lambda: rows.summarize_run(session.rows[-1], config, clock) | report(session.rows)
-    )
 
 
 def _is_due(every: int, before: int, after: int) -> bool:

@@ -291,6 +291,11 @@ class Session:
         if self._checkpoints is not None:
             self._checkpoints.finish()
 
+    def agree(self, summarize: Callable[[Sequence[Row]], dict[str, Any]]) -> dict[str, Any]:
+        """What the first process makes of all rows of metrics, in all processes; JSON can represent
+        it."""
+        return self.processes.broadcast(lambda: summarize(self.rows))
+
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Writes ``summary.json`` and prints a summary."""
         if self._files is not None:

@@ -204,7 +204,12 @@ def test_one_that_has_diverged_goes_on_from_the_best():
 def test_resumed_is_never_stopped(rule, tmp_path, monkeypatch, capsys):
     def run(workdir, *more):
         changes = ["population=4", "selection.every=1", f"selection.rule={rule}"]
-        changes += ["unroll_length=32", "total_steps=2048"]
+        changes += [
+            "unroll_length=32",
+            "total_steps=2048",
+            "checkpoint.every=2",
+            "checkpoint.keep=9",
+        ]
         flags = [*(f"--config.{x}" for x in changes), "--quiet", *more]
         return run_sweep(tmp_path / workdir, *flags)
 

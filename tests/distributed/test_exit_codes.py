@@ -29,7 +29,7 @@ def test_a_bug_ends_in_exit_code_1(tmp_path, monkeypatch, capsys):
     assert run(tmp_path) == ExitCode.CRASHED == 1
     error = capsys.readouterr().err
     assert error.startswith("Traceback")
-    assert error.endswith("ZeroDivisionError: a bug\n")
+    assert error.endswith("ZeroDivisionError: a bug\nSee docs/troubleshooting.md#a-crash\n")
 
 
 def test_a_full_disk_ends_in_exit_code_5(tmp_path, monkeypatch, capsys):

@@ -1,6 +1,5 @@
 """Population-based training: bad agents copy good ones, and everything else stays as it was."""
 
-import itertools
 import json
 
 import jax
@@ -204,12 +203,7 @@ def test_one_that_has_diverged_goes_on_from_the_best():
 def test_resumed_is_never_stopped(rule, tmp_path, monkeypatch, capsys):
     def run(workdir, *more):
         changes = ["population=4", "selection.every=1", f"selection.rule={rule}"]
-        changes += [
-            "unroll_length=32",
-            "total_steps=2048",
-            "checkpoint.every=2",
-            "checkpoint.keep=9",
-        ]
+        changes += ["unroll_length=32", "total_steps=2048", "checkpoint.every=5"]
         flags = [*(f"--config.{x}" for x in changes), "--quiet", *more]
         return run_sweep(tmp_path / workdir, *flags)
 
@@ -229,15 +223,16 @@ def test_resumed_is_never_stopped(rule, tmp_path, monkeypatch, capsys):
         summary["members"][birth["member"]]["learning_rate"] == rows[0][-1][f"{best}/learning_rate"]
     )
     assert "each with its settings at the end" in summary["report"]
-    # Each is evaluated with the settings that it had with the weights, which were not always those.
-    updates = checkpoint.list_updates(tmp_path / "whole")
-    seen = set()
-    for weights, i in itertools.product(("last", "best", *updates), range(4)):
-        found = saved_run.read(tmp_path / "whole", i, weights, None)
-        (row,) = [x for x in rows[0] if x["step"] == found.update * 8 * 32]
-        assert found.config.learning_rate == row[f"member_{i}/learning_rate"]
-        seen.add(found.config.learning_rate)
-    assert len(seen) > 4
+    # Each is evaluated with the settings that it had with the weights.
+    settings = set()
+    for update in checkpoint.list_updates(tmp_path / "whole"):
+        found = [saved_run.read(tmp_path / "whole", i, update, None).config for i in range(4)]
+        (row,) = [x for x in rows[0] if x["step"] == update * 8 * 32]
+        assert [x.learning_rate for x in found] == [
+            row[f"member_{i}/learning_rate"] for i in range(4)
+        ]
+        settings.add(tuple(x.learning_rate for x in found))
+    assert len(settings) == 2
     assert run("whole", "--config.selection.every=0") == ExitCode.CONFIG
     assert "selection.every=1, not 0, which can't change" in capsys.readouterr().err
 

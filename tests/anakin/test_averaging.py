@@ -90,7 +90,7 @@ def test_averages_of_every_step_of_sgd_are_synchronous_training(agent, monkeypat
     together = run(averaging__groups=1)
     for a, b in zip(averaged.metrics, together.metrics, strict=True):
         for name in ("step", "loss/total", "train/episode_return", "train/episodes"):
-            np.testing.assert_allclose(a[name], b[name], rtol=1e-5)
+            np.testing.assert_allclose(a[name], b[name], rtol=1e-4)
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
         jax.device_get(averaged.weights),

@@ -21,6 +21,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding
@@ -266,13 +267,11 @@ def device_index() -> Array:
     return jax.lax.axis_index(AXIS)
 
 
-def _reduce(
-    tree: ArrayTree, collective: Callable[[Array, str], Array], axis: str = AXIS
-) -> ArrayTree:
-    if jax.lax.axis_size(axis) == 1:
+def _reduce(tree: ArrayTree, collective: Callable[[Array, str], Array]) -> ArrayTree:
+    if jax.lax.axis_size(AXIS) == 1:
         return tree
     flat, unravel = ravel_pytree(tree)
-    return unravel(collective(flat, axis))
+    return unravel(collective(flat, AXIS))
 
 
 def all_mean(tree: ArrayTree) -> ArrayTree:
@@ -291,8 +290,14 @@ def all_sum(tree: ArrayTree) -> ArrayTree:
 
 
 def sum_groups(tree: ArrayTree) -> ArrayTree:
-    """The sum over groups, by one all-reduce for the whole tree. Within ``per_device`` only."""
-    return _reduce(tree, jax.lax.psum, GROUPS)
+    """The sum over groups of a tree that the devices of a group have alike, by one all-reduce, in
+    which each of them has its share: groups may be slices, with a slow network between them. Within
+    ``per_device`` only."""
+    flat, unravel = ravel_pytree(tree)
+    shares = jax.lax.axis_size(AXIS)
+    padded = jnp.pad(flat, (0, -flat.size % shares)).reshape(shares, -1)
+    total = jax.lax.psum(padded[jax.lax.axis_index(AXIS)], GROUPS)
+    return unravel(_gather(total, AXIS)[: flat.size])
 
 
 def all_gather(tree: ArrayTree) -> ArrayTree:

@@ -11,8 +11,8 @@ from podracer.config import default_config
 def get_config() -> ml_collections.ConfigDict:
     config = default_config("vtrace")
     config.env = "grid:5x5"
-    # 300 steps of the rule, each from 32 agents x 6 unrolls x 16 environments x 20 steps.
-    config.total_steps = 300 * 32 * 6 * 16 * 20
+    # 240 steps of the rule, each from 32 agents x 6 unrolls x 16 environments x 20 steps.
+    config.total_steps = 240 * 32 * 6 * 16 * 20
     config.updates_per_call = 5
     config.num_envs = 16
     config.unroll_length = 20

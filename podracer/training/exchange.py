@@ -23,6 +23,7 @@ from podracer.distributed.checksum import named_arrays
 from podracer.errors import ConfigError, SaveError
 from podracer.learning import averaging
 from podracer.learning.averaging import Groups
+from podracer.storage import retry
 from podracer.training.rows import CallMetrics
 from podracer.types import ArrayTree, TrainState
 
@@ -137,7 +138,9 @@ class Exchange:
             with contextlib.suppress(FileNotFoundError):
                 fresh = time.time() - path.stat().st_mtime <= self._timeout_s
                 if fresh and path.name != self._name:
-                    found.append(self._read(path, like))
+                    read = partial(self._read, path, like)
+                    # A network file system may fail if the other run has just replaced the file.
+                    found.append(retry.call(f"{path} can't be read", read))
         return found
 
     def _first(self, own: ArrayTree) -> ArrayTree:
@@ -156,6 +159,9 @@ class Exchange:
         try:
             with temporary.open("wb") as file:
                 np.savez(file, **arrays)
+                file.flush()
+                # Else a machine that fails could leave an empty file, which would end other runs.
+                os.fsync(file.fileno())
             temporary.replace(path)
         except OSError as error:
             raise SaveError(f"averaging.folder: {path} can't be written: {error}") from error
@@ -170,7 +176,7 @@ class Exchange:
         try:
             with np.load(path) as file:
                 arrays = dict(file)
-        except (ValueError, zipfile.BadZipFile) as error:
+        except (ValueError, EOFError, zipfile.BadZipFile) as error:
             raise ConfigError(f"{path} holds no weights: {error}") from error
         expected = {name: x.shape for name, x in named_arrays(like).items()}
         if {name: x.shape for name, x in arrays.items()} != expected:

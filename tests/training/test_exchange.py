@@ -1,5 +1,6 @@
 """Runs that average through a folder, at any speed and after any preemption."""
 
+import errno
 import os
 import time
 from typing import Any
@@ -7,10 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import tenacity
 
 from podracer import anakin
 from podracer.config.sizes import make_sizes
 from podracer.errors import ConfigError
+from podracer.storage import retry
 from podracer.training.exchange import Exchange
 from podracer.training.rows import CallMetrics
 from podracer.types import TrainState, Weights
@@ -101,14 +104,30 @@ def test_outer_momentum_and_what_has_diverged(tmp_path):
     assert not (tmp_path / "seed_1.npz").exists()
 
 
+def test_a_file_that_is_replaced_while_it_is_read_is_read_again(tmp_path, monkeypatch):
+    Run(tmp_path, 0, 2.0, 1.0).call()
+    load, failures = np.load, [OSError(errno.ESTALE, "Stale file handle")]
+
+    def stale(path):
+        if failures:
+            raise failures.pop()
+        return load(path)
+
+    monkeypatch.setattr(retry, "WAIT", tenacity.wait_none())
+    monkeypatch.setattr(np, "load", stale)
+    assert numbers(Run(tmp_path, 1, 0.0, 1.0).state) == [3.0] * 3
+    assert not failures
+
+
 def test_what_is_no_run_like_this_one_is_rejected(tmp_path):
     Run(tmp_path, 0, 0.0, 1.0).call()
     exchange = Exchange(make_config(averaging__folder=str(tmp_path), seed=1), 1)
     with pytest.raises(ConfigError, match=r"seed_0.npz holds the weights of another network"):
         exchange.join(state_of(0.0, size=3), 0)
-    (tmp_path / "seed_0.npz").write_bytes(b"other")
-    with pytest.raises(ConfigError, match=r"seed_0.npz holds no weights"):
-        exchange.join(state_of(0.0), 0)
+    for content in (b"other", b""):
+        (tmp_path / "seed_0.npz").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"seed_0.npz holds no weights"):
+            exchange.join(state_of(0.0), 0)
     for folder, count, message in (("gs://b/x", 1, "must be a folder"), ("x", 2, "has 2")):
         with pytest.raises(ConfigError, match=message):
             Exchange(make_config(averaging__folder=folder), count)

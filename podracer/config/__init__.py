@@ -205,11 +205,11 @@ class Config(AgentSections):
         groups, folder = self.averaging.groups, self.averaging.folder
         if groups == 1 and not folder:
             return
-        if len(self.members) > 1:
+        if len(self.members) > 1 or self.sweep:
             which = f"averaging.folder={folder}" if folder else f"averaging.groups={groups}"
             raise ConfigError(
-                f"{which} is for one agent, and this run trains {len(self.members)}; set num_seeds "
-                "to 1 and no sweep"
+                f"{which} is for one agent without a sweep, and this run trains "
+                f"{len(self.members)}; set num_seeds to 1 and no sweep"
             )
         if groups > 1 and folder:
             raise ConfigError(

@@ -198,7 +198,8 @@ def test_calls_are_whole_multiples_of_the_updates_between_averages():
     ("changes", "message"),
     [
         ({"averaging__groups": 3}, "num_envs=16 .* averaging.groups=3; 15 would"),
-        ({"num_seeds": 2}, "averaging.groups=2 is for one agent, and this run trains 2"),
+        ({"num_seeds": 2}, "for one agent without a sweep, and this run trains 2"),
+        ({"sweep": {"learning_rate": [1e-3]}}, "without a sweep, and this run trains 1"),
         ({"averaging__folder": "x"}, "averaging.folder=x averages runs, and averaging.groups=2"),
         ({"averaging__every": 0}, "averaging.every must be positive, got 0"),
         ({"averaging__outer_momentum": 1.0}, r"outer_momentum must be in \[0, 1\), got 1.0"),

@@ -82,6 +82,8 @@ def test_averages_of_every_step_of_sgd_are_synchronous_training(agent, monkeypat
     monkeypatch.setattr(builder, "make_optimizer", lambda config, agent: sgd)
     replay = {"replay__begin": 16, "replay__capacity": 1024, "replay__batch": 16}
     same = {**replay, "agent": agent, "anneal": False, "dqn__target_period": 2}
+    # Groups of few environments explore by other epsilons than all environments together.
+    same |= {"dqn__epsilon_alpha": 0.0}
 
     def run(**changes):
         return anakin.train(config(**same, **changes), quiet=True)
@@ -90,13 +92,13 @@ def test_averages_of_every_step_of_sgd_are_synchronous_training(agent, monkeypat
     together = run(averaging__groups=1)
     for a, b in zip(averaged.metrics, together.metrics, strict=True):
         for name in ("step", "loss/total", "train/episode_return", "train/episodes"):
-            np.testing.assert_allclose(a[name], b[name], rtol=1e-4)
+            np.testing.assert_allclose(a[name], b[name], rtol=1e-5)
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
         jax.device_get(averaged.weights),
         jax.device_get(together.weights),
     )
-    assert averaged.metrics[-1]["averaging/apart"] > 1e-3
+    assert averaged.metrics[-1]["averaging/apart"] > 1e-4
 
 
 @pytest.fixture(scope="module")

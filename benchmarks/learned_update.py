@@ -11,6 +11,7 @@ each with its 95 % Student-t interval.
 import argparse
 import dataclasses
 import json
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,13 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from podracer import config as config_lib
+from podracer.acting.statistics import EpisodeSums
 from podracer.agents import AGENTS, lpg
-from podracer.config import Config
+from podracer.config import Config, members
 from podracer.monitoring.curves import mean_and_interval
 from podracer.storage import checkpoint
 from podracer.storage.workdir import read_config
 from podracer.training import lifetimes
-from podracer.types import Devices, Weights
+from podracer.types import Agent, Devices, Weights
 
 
 def read_rule(workdir: str, config: Config) -> Any:
@@ -33,20 +35,29 @@ def read_rule(workdir: str, config: Config) -> Any:
     return checkpoint.load_weights(workdir, "last", Weights(like, ()))[0].params
 
 
-def measure(config: Config, agent: Any, rule: Any, worlds: int) -> dict[str, float]:
-    """The returns of agents of this kind, one in each world."""
-    lives = lifetimes.make_lives(config, lifetimes.make_family(config), agent)
+def make_measure(config: Config, agent: Agent, worlds: int) -> Callable[..., dict[str, float]]:
+    """``(rule, learning rate) ->`` the returns of agents of this kind, one in each world; compiled
+    once."""
+    family, lifetime = lifetimes.make_family(config), config.lpg.lifetime
     keys = jax.random.split(jax.random.key(config.seed + 1), worlds)
-    play = jax.jit(lambda rule, keys: lifetimes.whole_lives(lives, rule, keys, config.lpg.lifetime))
-    episodes = play(rule, keys)
-    found: dict[str, float] = {}
-    for name, first in (("last", round(0.8 * config.lpg.lifetime)), ("life", 0)):
-        count, total = (x[:, first:].sum(1) for x in (episodes.episodes, episodes.ret))
-        mean, interval = mean_and_interval(np.asarray(total / jnp.maximum(count, 1)))
-        assert interval is not None
-        found[f"{name}_return"] = round(float(mean), 4)
-        found[f"{name}_interval"] = round(float(interval), 4)
-    return found
+
+    @jax.jit
+    def play(rule: Any, rate: Any) -> EpisodeSums:
+        lives = lifetimes.make_lives(members.trace(config, {"learning_rate": rate}), family, agent)
+        return lifetimes.whole_lives(lives, rule, keys, lifetime)
+
+    def measure(rule: Any, rate: float) -> dict[str, float]:
+        episodes = play(rule, rate)
+        found = {"learning_rate": rate}
+        for name, first in (("last", round(0.8 * lifetime)), ("life", 0)):
+            count, total = (x[:, first:].sum(1) for x in (episodes.episodes, episodes.ret))
+            mean, interval = mean_and_interval(np.asarray(total / jnp.maximum(count, 1)))
+            assert interval is not None
+            found[f"{name}_return"] = round(float(mean), 4)
+            found[f"{name}_interval"] = round(float(interval), 4)
+        return found
+
+    return measure
 
 
 def main() -> None:
@@ -65,16 +76,15 @@ def main() -> None:
     config = dataclasses.replace(config, env=args.env, env_kwargs=kwargs, lpg=lived)
     kind = lifetimes.make_learned(config)
     rules = {"untrained": kind.init(jax.random.key(0)), "learned": read_rule(args.workdir, config)}
+    measure = make_measure(config, kind.agent, args.worlds)
     for name, rule in rules.items():
-        print(json.dumps({"rule": name, **measure(config, kind.agent, rule, args.worlds)}))
+        print(json.dumps({"rule": name, **measure(rule, config.learning_rate)}), flush=True)
+    own = dataclasses.replace(config.vtrace, clip=0.0)
     spec = lifetimes.make_family(config).spec
+    agent = AGENTS["vtrace"].make(spec, config.settings, own, Devices())
+    measure = make_measure(config, agent, args.worlds)
     for rate in args.rates:
-        own = dataclasses.replace(
-            config, learning_rate=rate, vtrace=dataclasses.replace(config.vtrace, clip=0.0)
-        )
-        agent = AGENTS["vtrace"].make(spec, own.settings, own.vtrace, Devices())
-        found = measure(own, agent, (), args.worlds)
-        print(json.dumps({"rule": "a2c", "learning_rate": rate, **found}), flush=True)
+        print(json.dumps({"rule": "a2c", **measure((), rate)}), flush=True)
 
 
 if __name__ == "__main__":

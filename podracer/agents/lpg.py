@@ -203,8 +203,8 @@ def judge(
     learned: dict[str, Array],
     config: Config,
 ) -> Judged:
-    """How good the updates were that an agent's weights come from: the paper's equation 3, with the
-    regularisers of section 3.4.
+    """How good the updates were that an agent's weights come from: the policy gradient of what the
+    agent does with them, with the paper's regularisers.
 
     Args:
       network: of the agent.

@@ -1,6 +1,6 @@
 """Small grid worlds, drawn at random: what an update rule is learned in.
 
-After the tabular grid worlds of https://arxiv.org/abs/2007.08794, appendix B: the agent walks over
+After the tabular grid worlds of https://arxiv.org/abs/2007.08794: the agent walks over
 a square with walls and collects objects, each of which has a reward, may end the episode, and comes
 back after a while. What it observes is the number of its state.
 """

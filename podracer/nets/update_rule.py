@@ -48,7 +48,7 @@ class UpdateRule(NamedTuple):
 
 
 class BackwardLstm(nnx.Module):
-    """LPG's network, https://arxiv.org/abs/2007.08794, section 3.2: an LSTM backwards over time,
+    """LPG's network, https://arxiv.org/abs/2007.08794: an LSTM backwards over time,
     whose inputs hold an embedding of each prediction."""
 
     def __init__(self, predictions: int, units: int, embedding: int, *, rngs: nnx.Rngs):

@@ -1,6 +1,6 @@
 """The compiled program that learns an update rule: agents that live, and the gradient of the rule.
 
-https://arxiv.org/abs/2007.08794, algorithm 1. In each step of the rule, every agent learns for a
+https://arxiv.org/abs/2007.08794. In each step of the rule, every agent learns for a
 few updates, then acts with what it has become; the policy gradient of this last experience goes
 back through the updates into the rule. Agents live on from step to step, but gradients don't.
 """

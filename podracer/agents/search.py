@@ -25,6 +25,9 @@ from podracer.types import Array, ArrayTree, Params
 lib: Any = mctx
 
 POLICIES = ("gumbel", "muzero")
+# ``jax.random.split`` folds small numbers into a key, and mctx splits the key of a search. The key
+# of a root's actions comes from a number that no split reaches: they are not drawn with the noise.
+BRANCHES_SALT = 2**32 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,7 +310,7 @@ class Planner(NamedTuple):
         """The branches of roots, each drawn with a key of its own."""
 
         def one(key: Array, policy: ArrayTree) -> tuple[Array, ArrayTree]:
-            one = self.branches.grow(jax.random.fold_in(key, 1), batch_of_one(policy))
+            one = self.branches.grow(jax.random.fold_in(key, BRANCHES_SALT), batch_of_one(policy))
             return jax.tree.map(lambda x: x[0], one)
 
         return jax.vmap(one)(keys, policy)

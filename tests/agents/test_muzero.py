@@ -7,15 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.stats
 
 from podracer import envs
 from podracer.agents import muzero, returns
-from podracer.agents.branches import make_branches
 from podracer.agents.model_targets import targets
 from podracer.agents.search import (
     Found,
-    Planner,
     Roots,
     SearchConfig,
     _completed_values,
@@ -25,8 +22,8 @@ from podracer.agents.search import (
 )
 from podracer.agents.value_scale import Support, rescale
 from podracer.errors import ConfigError
-from podracer.nets.model import Model, make_model
-from podracer.types import Box, Devices, Discrete, Spec, TimeStep, TrainState
+from podracer.nets.model import make_model
+from podracer.types import Devices, Discrete, Spec, TimeStep, TrainState
 from tests import references
 from tests.helpers import make_config
 
@@ -322,44 +319,6 @@ def test_searches_do_not_depend_on_their_neighbours():
     )
     np.testing.assert_array_equal(action[part], some)
     np.testing.assert_allclose(found.policy[part], few.policy, atol=5e-6)
-
-
-def test_a_search_among_drawn_actions_prefers_what_pays():
-    """The reward of an action is minus its squared distance to (0.4, 0.4), in a model whose policy
-    is a standard normal distribution everywhere."""
-    space, support, count, batch = Box((2,), -np.ones(2), np.ones(2)), Support(5.0, 51), 16, 6
-
-    def pays(action):
-        return -((action - 0.4) ** 2).sum(-1)
-
-    def predict(params, state):
-        policy = jnp.zeros((state.shape[0], 2))
-        return (policy, policy), jnp.zeros((state.shape[0], 51))
-
-    model = Model(
-        init=lambda key: {},
-        represent=lambda params, observation: observation,
-        step=lambda params, state, action: (state, jnp.log(support.encode(pays(action)) + 1e-9)),
-        predict=predict,
-    )
-    branches = make_branches(space, count)
-    planner = Planner(SearchConfig(simulations=32, least_range=1.0), model, support, 0.9, branches)
-    keys = jax.random.split(jax.random.key(0), batch)
-    found = jax.jit(planner.search)({}, keys, jnp.zeros((batch, 1)))
-    assert found.actions.shape == (batch, count, 2)
-    assert len(np.unique(found.actions)) == found.actions.size
-    # What is taken is one of the actions that were drawn, and better than most of them.
-    chosen = (found.actions == found.action[:, None]).all(-1)
-    np.testing.assert_array_equal(chosen.sum(-1), 1)
-    assert (pays(found.action) > jnp.median(pays(found.actions), -1)).all()
-    assert ((found.policy * pays(found.actions)).sum(-1) > pays(found.actions).mean(-1)).all()
-
-    def error(mean, log_std):
-        policy = jnp.full((batch, 2), mean), jnp.full((batch, 2), log_std)
-        return branches.error(policy, found.policy, found.actions)
-
-    density = scipy.stats.norm.logpdf(np.asarray(found.actions), 0.2, np.exp(-0.5)).sum(-1)
-    np.testing.assert_allclose(error(0.2, -0.5), -(found.policy * density).sum(-1), rtol=1e-4)
 
 
 def test_the_temperature_follows_the_steps_of_the_run():

@@ -1,6 +1,6 @@
 """The release notes of a version, from CHANGELOG.md: ``python .ci/notes.py [TAG]`` prints them.
 
-Without a tag, they are those of what has not been released yet. With one, its version must be that
+Without a tag, they are those of the unreleased changes. With one, its version must be that
 of the package, and have a section of its own.
 """
 

@@ -2,10 +2,10 @@
 
     python benchmarks/peers.py cleanrl PATH --python=PYTHON --seeds=3
 
-PATH is a clone of the project, and PYTHON an interpreter with the packages that it needs, which are
-other versions than podracer's. The program of the project is run as it is, one seed after the
-other, and its return is read from the TensorBoard file that it writes. For each seed a line is
-printed and appended to docs/results_peers.jsonl, from which docs/results.md takes it. PureJaxRL,
+PATH is a clone of the project, and PYTHON an interpreter with the packages that it needs, whose
+versions differ from podracer's. The project's program is run unchanged, one seed after another,
+and its return is read from the TensorBoard file that it writes. For each seed a line is printed and
+appended to docs/results_peers.jsonl, from which docs/results.md takes it. PureJaxRL,
 which writes no such file, is run by purejaxrl.py.
 """
 
@@ -31,7 +31,7 @@ class Peer(NamedTuple):
       arguments: those of Python, in which ``{seed}``, ``{path}`` (of the clone) and ``{folder}``
         (for what it writes) are replaced.
       tag: the name of its return in its TensorBoard file.
-      packages: those whose versions decide what it does.
+      packages: those whose versions affect its results.
     """
 
     task: str
@@ -173,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("peer", choices=PEERS, help="name of the project")
     parser.add_argument("path", type=pathlib.Path, help="folder of a clone of it")
-    parser.add_argument("--python", required=True, help="an interpreter with what it needs")
+    parser.add_argument("--python", required=True, help="an interpreter with its packages")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds, from 1")
     args = parser.parse_args(argv)
     done = {(line.task, line.seed) for line in results_lines.read_lines(results_lines.PEERS)}

@@ -16,7 +16,7 @@ COMMANDS = {
     "match": "play games of two players between saved runs, or rate checkpoints",
     "plot": "draw the learning curves of runs",
     "look": "show the progress of a run",
-    "doctor": "say what works on this machine, and what to do about the rest",
+    "doctor": "check what works on this machine, and say what to do about the rest",
     "plan": "estimate memory and speed on a TPU slice, with the TPU compiler",
 }
 

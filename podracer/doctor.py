@@ -33,7 +33,7 @@ def _prepare(architecture: str) -> Any:
 def _command(argv: Sequence[str] | None) -> None:
     parser = ArgumentParser(prog="python -m podracer.doctor", description=__doc__)
     parser.add_argument("--workdir", default="runs", help="folder that runs write to")
-    parser.add_argument("--json", action="store_true", help="print JSON, as for a bug report")
+    parser.add_argument("--json", action="store_true", help="print JSON, for a bug report")
     args, config = parser.parse_known_args(argv)
     findings = []
     for finding in diagnosis.diagnose(args.workdir, config, _prepare):

@@ -78,7 +78,7 @@ CRASH = "a-crash"
 
 
 def section_of(file: str) -> str:
-    """The section of the page on the messages of a file, given its path in the package."""
+    """The section of the page that lists the messages of a file, given its path in the package."""
     return SECTIONS[max((name for name in SECTIONS if file.startswith(name)), key=len)]
 
 
@@ -88,7 +88,7 @@ def see(section: str) -> str:
 
 
 def _own_section() -> str:
-    """The section on the function that makes an error, outside of this module."""
+    """The section for the function outside this module that raises an error."""
     frame = sys._getframe()
     while frame is not None:
         path = pathlib.Path(frame.f_code.co_filename)
@@ -99,7 +99,7 @@ def _own_section() -> str:
 
 
 class _Explained(BaseException):
-    """An error that says where it is explained, in a note, which Python prints below it too."""
+    """An error with a note that says where it is explained; Python prints the note below it."""
 
     def __init__(self, *args: object):
         super().__init__(*args)
@@ -182,7 +182,7 @@ def code_of(error: BaseException | None) -> ExitCode:
 def run_command(command: Callable[[], Any]) -> ExitCode:
     """Runs a command and returns the exit code.
 
-    An expected error is printed in one line, any other one with its traceback. The line below says
+    An expected error is printed in one line, any other one with its traceback. A line below it says
     where it is explained.
     """
     try:
@@ -203,7 +203,7 @@ def run_command(command: Callable[[], Any]) -> ExitCode:
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Reads a command line; what is wrong with it becomes a ``ConfigError``."""
+    """Reads a command line; a mistake in it becomes a ``ConfigError``."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; {self.prog} --help lists the arguments")

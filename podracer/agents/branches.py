@@ -36,8 +36,8 @@ ALL_ACTIONS = Branches(
 
 
 def _sampled_actions(space: Box, count: int) -> Branches:
-    """Branches of a number of actions that were drawn from the policy. Their prior is uniform: that
-    good actions are drawn more often says all about them (section 5 of the paper)."""
+    """Branches of a number of actions that were drawn from the policy. Their prior is uniform, as
+    the policy already draws good actions more often (section 5 of the paper)."""
     make = heads.distribution(space)
 
     def grow(key: Array, policy: ArrayTree) -> tuple[Array, Array]:

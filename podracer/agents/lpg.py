@@ -1,10 +1,10 @@
 """Learned policy gradient (LPG), https://arxiv.org/abs/2007.08794: an agent whose update rule is a
-network, and what that network is learned by.
+network, and the objective by which that network is learned.
 
 An agent has a policy and predicts a distribution over categories that mean nothing at first. From
-its experience a rule says by how much the log-probability of each action should rise, and what
-should have been predicted. The loss reads the rule in the place of a target network: who learns
-with a given rule, and who differentiates through that learning, call the same functions.
+its experience, a rule says by how much the log-probability of each action should rise, and what
+should have been predicted. The loss reads the rule in place of a target network, so learning with a
+given rule and differentiating through that learning call the same functions.
 """
 
 import dataclasses
@@ -45,18 +45,18 @@ class Config:
       units: units of the rule's LSTM; 256 in the paper.
       embedding: units of the layer that embeds predictions.
       prediction_cost: weight of the predictions in an agent's loss.
-      agents: number of agents that live at once, each in a world of its own.
+      agents: number of agents that live at the same time, each in a world of its own.
       lifetime: updates after which an agent is replaced by a new one in another world.
       updates: updates of each agent between two steps of the rule, through which the rule's
         gradient goes.
       learning_rate: of the rule, by adam.
-      max_grad_norm: of the rule's gradient; larger ones are scaled down. Close to its usual norm:
-        where updates become chaotic, it grows a hundredfold.
-      lambda_: of the advantages that judge a rule.
-      value_rate: how far the values that judge a rule move to their targets in an update.
+      max_grad_norm: of the rule's gradient; larger ones are scaled down. The default is close to
+        its usual norm, which grows a hundredfold where updates become chaotic.
+      lambda_: lambda of the advantages (GAE) in the rule's objective.
+      value_rate: how far the values in the rule's objective move to their targets in an update.
       policy_entropy: weight of the entropy of agents' policies in the rule's objective.
-      prediction_entropy: that of their predictions.
-      policy_penalty: weight of the squared size of the rule's changes of policies.
+      prediction_entropy: likewise, of their predictions.
+      policy_penalty: weight of the squared changes that the rule demands of policies.
     """
 
     predictions: int = 8
@@ -92,7 +92,7 @@ def make_rule(config: Config) -> UpdateRule:
 
 
 def make_network(spec: Spec, settings: Settings, config: Config) -> nets.Network:
-    """Policy and predictions: in the place of values, the logits of the categories."""
+    """Policy and predictions: the logits of the categories take the place of values."""
     if not isinstance(spec.action, Discrete):
         raise ConfigError(
             "a learned update rule reads the probabilities of actions, so they must be discrete, "
@@ -128,9 +128,9 @@ def experience(timestep: TimeStep, log_prob: Array, log_y: Array, gamma: float) 
 
 
 def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Agent:
-    """An agent that learns by the rule whose parameters are in the place of its target network.
+    """An agent that learns by the rule whose parameters take the place of its target network.
 
-    Losses are means over batch and time, as those of V-trace.
+    Losses are means over batch and time, as in V-trace.
 
     Args:
       spec: observation and action spaces.
@@ -183,7 +183,7 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
     return Agent(init, initial_carry, act, source, loss)
 
 
-class Judged(struct.PyTreeNode):
+class RuleLoss(struct.PyTreeNode):
     """The rule's objective for an agent, ``[]`` each.
 
     Attributes:
@@ -195,16 +195,16 @@ class Judged(struct.PyTreeNode):
     policy: Array
 
 
-def judge(
+def rule_loss(
     network: nets.Network,
     weights: Params,
     trajectory: Trajectory,
     advantage: Array,
     learned: dict[str, Array],
     config: Config,
-) -> Judged:
-    """How good the updates were that an agent's weights come from: the policy gradient of what the
-    agent does with them, with the paper's regularisers.
+) -> RuleLoss:
+    """The rule's loss, given the updates that led to an agent's weights: the policy gradient of what
+    the agent does with them, with the paper's regularisers.
 
     Args:
       network: of the agent.
@@ -226,13 +226,13 @@ def judge(
         - config.prediction_entropy * learned["prediction_entropy"]
         + config.policy_penalty * learned["change"]
     )
-    return Judged(total, loss)
+    return RuleLoss(total, loss)
 
 
 def learn_values(
     values: Array, trajectory: Trajectory, settings: Settings, config: Config
 ) -> tuple[Array, Array]:
-    """Learns the values that judge a rule, one for each state: observations are one-hot.
+    """Learns the values in the rule's objective, one for each state: observations are one-hot.
 
     Args:
       values: ``[states]``.

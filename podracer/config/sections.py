@@ -87,7 +87,7 @@ class SelectionConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AveragingConfig:
-    """Groups of devices, or runs, that learn by themselves and average: see
+    """Groups of devices, or runs, that learn independently and average: see
     ``learning.averaging``.
 
     Attributes:
@@ -97,10 +97,10 @@ class AveragingConfig:
         with another seed; "" is none. See ``training.exchange``.
       every: number of updates of each group between two averages (K). Calls are whole multiples of
         it, and with a folder they are K updates (see ``Config.updates_per_call``).
-      outer_rate: how far the weights go from where they were at the last average towards the mean
-        of the groups: 1 is all the way.
-      outer_momentum: Nesterov's momentum of these steps, in [0, 1).
-      timeout_s: seconds after which what another run has written to the folder counts no more.
+      outer_rate: how far the weights move from the last average towards the mean of the groups; 1
+        is all the way.
+      outer_momentum: Nesterov momentum of these steps, in [0, 1).
+      timeout_s: seconds after which what another run has written to the folder is ignored.
     """
 
     groups: int = 1

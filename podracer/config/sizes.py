@@ -115,8 +115,8 @@ def num_learners(config: Config) -> int:
 
 
 def make_meta_sizes(config: Config, num_devices: int) -> Sizes:
-    """The sizes of a run that learns an update rule. An update is a step of the rule, and its steps
-    are those of all agents.
+    """The sizes of a run that learns an update rule. An update is a step of the rule, and
+    counts the environment steps of all agents.
 
     Args:
       config: the run's configuration.

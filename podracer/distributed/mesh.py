@@ -3,8 +3,8 @@
 This is the only module that names the axes of the mesh. A program runs on every device at once
 under ``jax.shard_map``: the devices of a group have environments of their own and the same weights,
 and gradients are averaged over them by ``all_mean``. There is one group, unless several agents
-learn in one program: then each group has agents of its own. Or groups learn one agent by
-themselves, and average its weights every so often: see ``learning.averaging``.
+learn in one program: then each group has agents of its own. Or groups train one agent
+independently, and average its weights at intervals: see ``learning.averaging``.
 
 Reproducibility: that the same command gives the same weights, bit for bit, was measured on CPUs
 only. On GPUs, XLA chooses kernels by timing them, and some kernels add in an order that varies from

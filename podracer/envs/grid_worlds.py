@@ -1,4 +1,4 @@
-"""Small grid worlds, drawn at random: what an update rule is learned in.
+"""Small grid worlds, drawn at random, in which update rules are learned.
 
 After the tabular grid worlds of https://arxiv.org/abs/2007.08794: the agent walks over
 a square with walls and collects objects, each of which has a reward, may end the episode, and comes
@@ -28,7 +28,7 @@ class World(struct.PyTreeNode):
       place: ``[objects]`` int32, the cell of each object.
       reward: ``[objects]`` float32, for collecting it.
       end: ``[objects]`` float32, the probability that this ends the episode.
-      back: ``[objects]`` float32, the probability with which it comes back in each step.
+      back: ``[objects]`` float32, the probability in each step that it comes back.
     """
 
     wall: Array
@@ -56,7 +56,7 @@ class Family(NamedTuple):
     """Worlds of the same size.
 
     Attributes:
-      size: cells in a row, and rows.
+      size: number of cells in a row, and of rows.
       objects: number of objects.
       walls: number of cells that can't be entered.
       length: steps after which an episode is truncated.
@@ -69,12 +69,12 @@ class Family(NamedTuple):
 
     @property
     def states(self) -> int:
-        """Number of states that can be told apart."""
+        """Number of distinguishable states."""
         return self.size**2 * 2**self.objects
 
     @property
     def spec(self) -> Spec:
-        """The spaces: the state as one of ``states`` places that is 1."""
+        """The spaces; the observation is the state, one-hot."""
         return Spec(jax.ShapeDtypeStruct((self.states,), jnp.float32), Discrete(len(MOVES)))
 
     def draw(self, key: Array) -> World:
@@ -119,10 +119,10 @@ class Family(NamedTuple):
 
 
 def parse(name: str, kwargs: Mapping[str, Any]) -> Family:
-    """The family of this name, "5x5", and these of its other fields.
+    """The family of a name such as "5x5", with these values of its other fields.
 
     Raises:
-      ConfigError: no such name or field, or more objects and walls than cells.
+      ConfigError: no such name or field, or too many objects and walls for the cells.
     """
     rows, _, columns = name.partition("x")
     if not rows.isdecimal() or rows != columns or int(rows) < 2:
@@ -142,10 +142,10 @@ def parse(name: str, kwargs: Mapping[str, Any]) -> Family:
 
 
 def make(name: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Environment:
-    """One world of a family, which ``env_kwargs.world`` counts.
+    """One world of a family, whose number is ``env_kwargs.world``.
 
     Raises:
-      ConfigError: as ``parse``, or parameters, of which there are none.
+      ConfigError: as ``parse``, or there are parameters, as worlds have none.
     """
     if params:
         raise ConfigError(f"grid:{name} has no env_params, got {dict(params)}")

@@ -1,9 +1,9 @@
-"""Groups that average: each learns by itself, and every so often they go on from their mean.
+"""Groups that average: each learns independently, and at intervals all continue from their mean.
 
 With an outer rate of 1 and without outer momentum this is local SGD
 (https://arxiv.org/abs/1805.09767); with them it is DiLoCo (https://arxiv.org/abs/2311.08105), whose
-outer optimizer is SGD with Nesterov's momentum. Its gradient is the way from where the groups are,
-on average, back to where all of them began.
+outer optimizer is SGD with Nesterov's momentum. Its gradient is the difference between the
+weights that all groups began with and the mean of those that they have now.
 """
 
 from typing import NamedTuple
@@ -30,7 +30,7 @@ class Groups(NamedTuple):
 
 
 class Average(NamedTuple):
-    """What all groups go on from.
+    """What all groups continue from.
 
     Attributes:
       weights: the weights.

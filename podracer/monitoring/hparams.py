@@ -13,7 +13,7 @@ from podracer.monitoring.writers import Event, Summary
 from podracer.storage.compatibility import flatten
 from podracer.types import Row
 
-# In the folder of an agent; it is written again when a run ends again.
+# In the folder of an agent; it is overwritten when a resumed run finishes again.
 FILE = "events.out.tfevents.hparams"
 
 
@@ -21,8 +21,8 @@ def write(folder: pathlib.Path, config: Config, last: Row) -> None:
     """Writes a session for each agent of a run, which TensorBoard compares with those of all runs
     that it reads.
 
-    TensorBoard takes the metrics of a session from its folder, so that each agent has its own. No
-    list of the settings is written, as TensorBoard would read that of one run only.
+    TensorBoard takes the metrics of a session from its folder, so each agent has a folder of its
+    own. No list of the settings is written, as TensorBoard would read that of one run only.
 
     Args:
       folder: the folder of the run's event files.

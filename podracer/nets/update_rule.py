@@ -14,7 +14,7 @@ from podracer.types import Array, Params
 
 
 class Experience(NamedTuple):
-    """What a rule knows of T transitions of B environments: nothing of observations and actions.
+    """What a rule knows of T transitions of B environments, without observations and actions.
 
     Attributes:
       reward: ``[T, B]``.
@@ -22,7 +22,7 @@ class Experience(NamedTuple):
       gamma: ``[]``, the agent's discount factor.
       probability: ``[T, B]``, of the action that was taken.
       prediction: ``[T+1, B, m]``, the agent's probabilities of m categories.
-      ends: ``[T, B]`` bool, whether nothing after a transition belongs to it.
+      ends: ``[T, B]`` bool, whether what follows a transition does not belong to it.
     """
 
     reward: Array

@@ -237,7 +237,7 @@ def compile_actor(functions: HostUnroll, shapes: ActorShapes, device: Device) ->
 class CompiledIndependent(NamedTuple):
     """Acting in independent environments, compiled for an actor device.
 
-    Batches are filled up to one of a few sizes, so that nothing is compiled while a run goes on.
+    Batches are filled up to one of a few sizes, so that nothing is compiled during a run.
 
     Attributes:
       init: see ``IndependentUnroll``.

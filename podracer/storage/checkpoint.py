@@ -349,7 +349,7 @@ def _reading_weights(workdir: epath.PathLike, which: str | int) -> Iterator[str]
             raise
         name, advice = "a checkpoint", "resuming that run replaces it"
         if isinstance(which, int):
-            name, advice = f"checkpoint {which}", "move it away to go on without it"
+            name, advice = f"checkpoint {which}", "move it away to continue without it"
         raise ConfigError(
             f"{name} of {str(workdir)!r} is damaged: {retry.reason(error)}; {advice}"
         ) from error

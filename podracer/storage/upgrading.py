@@ -1,7 +1,7 @@
 """What errors say about a run that another version of podracer has written.
 
-A checkpoint and ``config.json`` both state the version that wrote them. A layout has no number of
-its own: what changed from one version to the next is listed where a reader looks for it.
+A checkpoint and ``config.json`` both state the version that wrote them. The layout of checkpoints
+has no version number of its own: the changelog lists what changed from one version to the next.
 """
 
 from collections.abc import Iterator

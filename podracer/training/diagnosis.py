@@ -54,12 +54,12 @@ VARIABLES = (
 
 
 class Finding(NamedTuple):
-    """Something that was looked at.
+    """The result of one check.
 
     Attributes:
-      state: "ok"; "note" for what is optional; "warning" for what is probably not meant; "problem"
+      state: "ok"; "note" for what is optional; "warning" for what is probably unintended; "problem"
         for what prevents training.
-      name: what was looked at.
+      name: what was checked.
       text: what was found.
       advice: what to do.
     """
@@ -71,11 +71,11 @@ class Finding(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """What a probe, see ``probes``, has found out.
+    """The outcome of a probe, see ``probes``.
 
     Attributes:
       found: the values that it has printed.
-      error: why it has failed; empty if it has not.
+      error: why it failed; empty if it did not.
       output: what JAX and others have printed on standard error.
     """
 
@@ -145,7 +145,7 @@ def requirements(extra: str = "", package: str = DISTRIBUTION) -> list[Requireme
 
 
 def unmet(required: Requirement) -> list[str]:
-    """What is missing of a requirement, as texts; none if it is met."""
+    """What a requirement lacks, as texts; none if it is met."""
     try:
         version = importlib.metadata.version(required.name)
     except importlib.metadata.PackageNotFoundError:
@@ -292,7 +292,7 @@ _ELSEWHERE = {
 
 
 def check_variables(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Environment variables that matter, and those that don't go together."""
+    """Environment variables that matter, and those that contradict each other."""
     given = {name: x for name, x in sorted(environment.items()) if name.startswith(VARIABLES)}
     yield Finding("ok", "variables", " ".join(f"{name}={x}" for name, x in given.items()) or "none")
     for name, value in given.items():
@@ -311,7 +311,7 @@ def check_variables(environment: Mapping[str, str]) -> Iterator[Finding]:
         if len({*values}) > 1:
             where = " and JAX_NUM_CPU_DEVICES" if name == CPU_DEVICES else ""
             text = f"XLA_FLAGS{where} give {name} several values: {', '.join(values)}"
-            yield Finding("warning", "variables", text, "leave one of them")
+            yield Finding("warning", "variables", text, "keep one of them")
 
 
 def check_config(
@@ -344,7 +344,7 @@ def check_config(
 
 
 def check_listening(address: str) -> Iterator[Finding]:
-    """Whether workers of other machines can be listened to."""
+    """Whether workers on other machines could connect."""
     wrong = unmet(Requirement("grpcio"))
     if wrong:
         yield Finding("problem", "remote", "; ".join(wrong), f"{INSTALL} -e '.[remote]'")
@@ -356,7 +356,7 @@ def check_listening(address: str) -> Iterator[Finding]:
         socket.create_server((host.strip("[]"), int(port)), family=family).close()
     except OSError as error:
         text = f"remote.listen={address} can't be listened at: {error.strerror or error}"
-        yield Finding("problem", "remote", text, "choose another port, or an own address")
+        yield Finding("problem", "remote", text, "choose another port, or this machine's address")
     else:
         yield Finding("ok", "remote", f"{address} is free; a firewall may still close it to others")
 
@@ -364,12 +364,12 @@ def check_listening(address: str) -> Iterator[Finding]:
 def diagnose(
     workdir: str, arguments: Sequence[str], prepare: Callable[[str], Callable[[Any], Any]]
 ) -> Iterator[Finding]:
-    """Everything that was found, in the order in which people look for causes.
+    """All findings, in the order in which people look for causes.
 
     Args:
       workdir: the folder that a run would write to.
-      arguments: of ``check_config``; empty leaves it out.
-      prepare: of ``check_config``.
+      arguments: see ``check_config``, which is left out if they are empty.
+      prepare: see ``check_config``.
     """
     yield from check_versions()
     yield from check_extras()

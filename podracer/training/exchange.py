@@ -1,9 +1,9 @@
-"""Runs that average: each is a group by itself, and all exchange weights through a folder.
+"""Runs that average: each is a group of its own, and all exchange weights through a folder.
 
-After every call of its step, a run writes its weights there, and goes on from the average of these
-and of what the other runs have written last, see ``learning.averaging``. No run waits for another
-one: a slow run contributes less often, and one that has stopped counts no more after a while. When
-it is started again, it goes on from the average of the others.
+After every call of its step, a run writes its weights there, and continues from the average of
+these and of what the other runs have written last, see ``learning.averaging``. No run waits for
+another one: a slow run contributes less often, and one that has stopped is ignored after a while.
+When it is started again, it continues from the average of the others.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ def _shared(train: TrainState) -> ArrayTree:
 
 
 def _with(train: TrainState, shared: ArrayTree) -> TrainState:
-    """The state with what was exchanged, on the devices where that was."""
+    """The state with what was exchanged, placed on the devices of what it replaces."""
     weights, target = jax.tree.map(
         lambda x, old: jax.device_put(x, old.sharding),
         jax.device_get(shared),
@@ -76,8 +76,8 @@ class Exchange:
         self._opt_state: Any = None
 
     def join(self, state: Any, update: int) -> Any:
-        """The state from which a run begins or goes on: with the average of the others' weights, if
-        there are any. Of runs that begin together, all have the first weights of one of them.
+        """The state from which a run begins or resumes: with the average of the others' weights, if
+        there are any. Runs that begin together all start from the initial weights of one of them.
 
         Args:
           state: initial or restored, whose ``train`` is a ``TrainState``.
@@ -117,7 +117,7 @@ class Exchange:
 
     def _exchange(self, train: TrainState) -> tuple[TrainState, dict[str, Any]]:
         own = _shared(train)
-        # The loop ends a run that has diverged; until then, no other one learns of it.
+        # The loop ends a run that has diverged; until then, its weights are not written.
         if all(np.isfinite(x).all() for x in jax.tree.leaves(own)):
             self._write(self._name, own)
         others = self._others(own)
@@ -134,7 +134,7 @@ class Exchange:
         """What the other runs have written, if it is new enough."""
         found = []
         for path in sorted(self._folder.glob("seed_*.npz")):
-            # Somebody may empty the folder.
+            # Somebody may be emptying the folder.
             with contextlib.suppress(FileNotFoundError):
                 fresh = time.time() - path.stat().st_mtime <= self._timeout_s
                 if fresh and path.name != self._name:
@@ -153,7 +153,7 @@ class Exchange:
         return self._read(self._folder / FIRST, own)
 
     def _write(self, name: str, tree: ArrayTree) -> pathlib.Path:
-        """Writes arrays at once: nobody ever sees a part of the file."""
+        """Writes arrays atomically: no other run ever sees a part of the file."""
         path, temporary = self._folder / name, self._folder / f".{name}.writing"
         arrays: dict[str, Any] = dict(named_arrays(tree))
         try:

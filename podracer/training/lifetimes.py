@@ -1,4 +1,4 @@
-"""Lives of agents in worlds of their own: what an update rule is learned from and tested in."""
+"""Lives of agents in worlds of their own, in which an update rule is learned and evaluated."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -27,7 +27,7 @@ class Member(struct.PyTreeNode):
     Attributes:
       train: what it has learned, without the rule that it learns by.
       rollout: its environments.
-      world: the world that all of them are.
+      world: the world that all of them are copies of.
       values: ``[states]``, see ``lpg.learn_values``.
       age: ``[]`` int32, updates that it has lived for.
     """
@@ -40,7 +40,7 @@ class Member(struct.PyTreeNode):
 
 
 class Experienced(NamedTuple):
-    """What an update has come from.
+    """What an update learns from.
 
     Attributes:
       trajectory: the experience.
@@ -54,7 +54,7 @@ class Experienced(NamedTuple):
 
 
 class Lives(NamedTuple):
-    """How agents of a kind live.
+    """How agents live, as functions.
 
     Attributes:
       born: ``(key) -> Member``, a new agent in a new world. All agents begin with the same weights,
@@ -91,7 +91,7 @@ def make_lives(config: Config, family: Family, agent: Agent) -> Lives:
         return Member(train, envs, world, jnp.zeros(family.states), jnp.int32(0))
 
     def act(member: Member, key: Array) -> tuple[Member, Experienced]:
-        # The gradient of what an agent meets is that of ``lpg.judge``, not of its simulation.
+        # The gradient of what an agent meets is that of ``lpg.rule_loss``, not of its simulation.
         envs, trajectory, episodes = unroll.unroll(
             family.environment(member.world),
             agent,
@@ -149,23 +149,23 @@ def whole_lives(lives: Lives, rule: ArrayTree, keys: Array, lifetime: int) -> Ep
 
 
 class Learned(NamedTuple):
-    """What a rule is learned with.
+    """What it takes to learn a rule.
 
     Attributes:
       agent: the agent that learns by it.
       lives: how it lives.
       init: ``(key) ->`` the parameters of a rule.
-      judge: ``(params, experience, losses) -> lpg.Judged``, see ``lpg.judge``.
+      rule_loss: ``(params, experience, losses) -> lpg.RuleLoss``, see ``lpg.rule_loss``.
     """
 
     agent: Agent
     lives: Lives
     init: Callable[[Array], Params]
-    judge: Callable[[Params, Experienced, Losses], lpg.Judged]
+    rule_loss: Callable[[Params, Experienced, Losses], lpg.RuleLoss]
 
 
 def make_learned(config: Config) -> Learned:
-    """What a config's rule is learned with.
+    """What it takes to learn the rule of a config.
 
     Raises:
       ConfigError: the environment is not a family of grid worlds.
@@ -174,13 +174,13 @@ def make_learned(config: Config) -> Learned:
     agent = lpg.make(family.spec, config.settings, config.lpg, Devices())
     network = lpg.make_network(family.spec, config.settings, config.lpg)
 
-    def judge(params: Params, experienced: Experienced, losses: Losses) -> lpg.Judged:
-        return lpg.judge(
+    def rule_loss(params: Params, experienced: Experienced, losses: Losses) -> lpg.RuleLoss:
+        return lpg.rule_loss(
             network, params, experienced.trajectory, experienced.advantage, losses, config.lpg
         )
 
     lives = make_lives(config, family, agent)
-    return Learned(agent, lives, lpg.make_rule(config.lpg).init, judge)
+    return Learned(agent, lives, lpg.make_rule(config.lpg).init, rule_loss)
 
 
 def make_family(config: Config) -> Family:

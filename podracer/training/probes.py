@@ -1,7 +1,7 @@
-"""What is found out in a process of its own: ``python -m podracer.training.probes NAME``.
+"""Checks that run in a process of their own: ``python -m podracer.training.probes NAME``.
 
-JAX and envpool are C++ libraries, which may wait for ever or end their process. Each probe prints
-what it has found as lines of JSON objects.
+JAX and envpool are C++ libraries, which may hang or end their process. Each probe prints what it
+finds as JSON objects, one on a line.
 """
 
 import json

@@ -47,7 +47,7 @@ def test_the_gradient_of_a_rule_is_that_of_finite_differences():
     directions by chance."""
     run = config()
     kind = lifetimes.make_learned(run)
-    objective = make_objective(kind.lives, kind.judge, 2)
+    objective = make_objective(kind.lives, kind.rule_loss, 2)
     flat, unravel = ravel_pytree(kind.init(jax.random.key(0)))
     member = jax.jit(kind.lives.born)(jax.random.key(1))
 
@@ -113,6 +113,6 @@ def test_impossible_runs_are_rejected(changes, message):
 
 def test_sizes_count_the_steps_of_all_agents():
     sizes = make_program(config(), 1, mesh_lib.make_mesh(jax.devices()[:1], 1)).sizes
-    # Four agents, two updates and what judges them, 4 x 6 steps each.
+    # Four agents, two updates and the experience that evaluates them, 4 x 6 steps each.
     assert sizes.steps_per_update == 4 * 3 * 24
     assert dataclasses.asdict(sizes)["num_updates"] == 4

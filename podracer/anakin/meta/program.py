@@ -1,8 +1,8 @@
 """The compiled program that learns an update rule: agents that live, and the gradient of the rule.
 
 https://arxiv.org/abs/2007.08794. In each step of the rule, every agent learns for a
-few updates, then acts with what it has become; the policy gradient of this last experience goes
-back through the updates into the rule. Agents live on from step to step, but gradients don't.
+few updates, then acts with its new weights; the gradient of the policy loss on this last experience
+goes back through the updates to the rule. Agents live on from step to step, but gradients are cut.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from podracer.training.rows import CallMetrics
 from podracer.types import Agent, Array, ArrayTree, Device, TrainState, Weights
 
 # Folded into the key of an agent's step of the rule, for each use of it.
-LIVE, JUDGE, BIRTH = range(3)
+LIVE, VALIDATE, BIRTH = range(3)
 # The share of a lifetime whose episodes say what an agent has learned in the end.
 LAST = 0.2
 
@@ -37,7 +37,7 @@ class MetaState(struct.PyTreeNode):
     """All state of a run that learns a rule, which is what a checkpoint holds.
 
     Attributes:
-      train: the rule, in the place of an agent's parameters, and its optimizer.
+      train: the rule, in place of an agent's parameters, and its optimizer.
       source: ``()``: nothing is kept of an agent's experience.
       key: the run's random key.
       members: the agents, which are the first axis, spread over devices.
@@ -56,9 +56,8 @@ class MetaProgram(NamedTuple):
       init: ``(key) -> MetaState``.
       step: ``(MetaState) -> (MetaState, CallMetrics)``, ``updates_per_call`` steps of the rule. The
         state is donated.
-      evaluate: ``(MetaState) -> Episodes``: for each of ``evaluation.episodes`` agents, born in
-        worlds of their own, which are those of all evaluations, the mean return at the end of its
-        life.
+      evaluate: ``(MetaState) -> Episodes``: the mean return at the end of its life, for each of
+        ``evaluation.episodes`` agents in worlds of their own, the same in all evaluations.
       agent: the agent that the rule is learned for.
       sizes: the numbers that follow from the configuration; an update is a step of the rule.
       mesh: the mesh over all devices.
@@ -94,40 +93,40 @@ class MetaProgram(NamedTuple):
         }
 
 
-def make_objective(lives: Lives, judge: Callable[..., Any], updates: int):
+def make_objective(lives: Lives, rule_loss: Callable[..., Any], updates: int):
     """``(rule, member, key) -> (objective, (member, losses, episodes))`` of one agent.
 
     Args:
       lives: how agents live.
-      judge: ``(params, experienced, losses) -> lpg.Judged``.
+      rule_loss: ``(params, experienced, losses) -> lpg.RuleLoss``.
       updates: updates that the gradient goes through.
     """
 
     def objective(rule: ArrayTree, member: Member, key: Array):
-        live_key, judge_key = (jax.random.fold_in(key, i) for i in (LIVE, JUDGE))
+        live_key, validation_key = (jax.random.fold_in(key, i) for i in (LIVE, VALIDATE))
         member, (losses, episodes) = lifetimes.live(lives, member, rule, live_key, updates)
-        member, last = lives.act(member, judge_key)
+        member, last = lives.act(member, validation_key)
         losses = jax.tree.map(jnp.mean, losses)
-        judged = judge(member.train.weights.params, last, losses)
+        validation = rule_loss(member.train.weights.params, last, losses)
         episodes = jax.tree.map(lambda x, y: x.sum() + y, episodes, last.episodes)
-        return judged.total, (member, {**losses, "judged": judged.policy}, episodes)
+        return validation.total, (member, {**losses, "validation": validation.policy}, episodes)
 
     return objective
 
 
 def make_step(
     lives: Lives,
-    judge: Callable[..., Any],
+    rule_loss: Callable[..., Any],
     optimizer: optax.GradientTransformation,
     config: Config,
     sizes: Sizes,
 ) -> Callable[[MetaState], tuple[MetaState, CallMetrics]]:
     """``(MetaState) -> (MetaState, CallMetrics)`` as each device runs it, for its own agents."""
     settings = config.lpg
-    objective = make_objective(lives, judge, settings.updates)
+    objective = make_objective(lives, rule_loss, settings.updates)
 
     def renewed(member: Member, key: Array) -> Member:
-        """A new agent in the place of one whose life has ended."""
+        """A new agent in place of one whose life has ended."""
         new = lives.born(jax.random.fold_in(key, BIRTH))
         return jax.tree.map(partial(jnp.where, member.age >= settings.lifetime), new, member)
 
@@ -168,8 +167,8 @@ def _metrics(seen: Any, norm: Array, lifetime: int) -> tuple[dict[str, Array], E
     last = (late * episodes.ret).sum() / jnp.maximum((late * episodes.episodes).sum(), 1.0)
     means = jax.tree.map(jnp.mean, losses)
     # The agents' own gradients and losses are another thing than the rule's.
-    means = {f"agents/{name}": x for name, x in means.items() if name != "judged"}
-    found = {"total": each.mean(), "grad_norm": norm, "judged": losses["judged"].mean()}
+    means = {f"agents/{name}": x for name, x in means.items() if name != "validation"}
+    found = {"total": each.mean(), "grad_norm": norm, "validation": losses["validation"].mean()}
     episodes = jax.tree.map(jnp.sum, episodes)
     return {**found, **means, "agents/last_return": last}, episodes
 
@@ -221,7 +220,7 @@ def make_program(config: Config, num_devices: int, mesh: jax.sharding.Mesh) -> M
     rest: Any = mesh_lib.REPLICATED
     agents: Any = mesh_lib.AGENTS
     specs: Any = MetaState(rest, rest, rest, agents)
-    step = make_step(lives, kind.judge, optimizer, config, sizes)
+    step = make_step(lives, kind.rule_loss, optimizer, config, sizes)
     jitted_init = jax.jit(mesh_lib.per_device(init, mesh, mesh_lib.REPLICATED, specs))
     return MetaProgram(
         init=jitted_init,

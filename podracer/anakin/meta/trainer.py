@@ -1,4 +1,4 @@
-"""Learns an update rule: from a configuration to a rule, metrics and a workdir."""
+"""Trains an update rule: from a configuration to a rule, metrics and a workdir."""
 
 from typing import Any, NamedTuple, Unpack, cast
 
@@ -39,7 +39,7 @@ def train(
     """
     parsed = config_lib.parse(config)
     with open_session("meta", prepare, parsed, workdir, options) as (program, session, clock):
-        # A run begins from the rule of another one as it does from weights.
+        # A run can start from the rule of another one (``init_from``), as others do from weights.
         agent = program.agent._replace(target=None)
         compiled, state, progress = compile_and_restore(
             lambda: _compile(program, parsed), session, clock, agent

@@ -203,8 +203,8 @@ def rule_loss(
     learned: dict[str, Array],
     config: Config,
 ) -> RuleLoss:
-    """The rule's loss, given the updates that led to an agent's weights: the policy gradient of what
-    the agent does with them, with the paper's regularisers.
+    """The rule's loss, given the updates that led to an agent's weights: the policy gradient of
+    what the agent does with them, with the paper's regularisers.
 
     Args:
       network: of the agent.

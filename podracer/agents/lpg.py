@@ -156,14 +156,22 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
         del key
         carry, steps = batch
         timestep, action = actor_critic.time_major(steps)
-        _, policy, logits = network.apply(params, carry, timestep.observation, timestep.first)
-        distribution = network.distribution(policy[:-1])
-        log_prob = jnp.asarray(distribution.log_prob(action))
-        log_y = jax.nn.log_softmax(logits)
+
+        def predict(params: Params) -> tuple[Any, Array, Array]:
+            _, policy, logits = network.apply(params, carry, timestep.observation, timestep.first)
+            distribution = network.distribution(policy[:-1])
+            log_prob = jnp.asarray(distribution.log_prob(action))
+            return distribution, log_prob, jax.nn.log_softmax(logits)
+
+        distribution, log_prob, log_y = predict(params)
         valid = returns.valid(timestep)
-        # The rule says where an agent should go; the agent does not change what the rule says.
-        known = experience(timestep, log_prob, log_y, settings.discount)
-        change, target = rule.apply(train_state.target, jax.lax.stop_gradient(known))
+        # The rule says where an agent should go; the agent does not change what the rule says. But
+        # earlier updates do: ``stop_gradient`` would hide that from the gradient of the rule, which
+        # would then never learn what should be predicted.
+        _, *known = predict(train_state.weights.params)
+        change, target = rule.apply(
+            train_state.target, experience(timestep, *known, settings.discount)
+        )
         y = jnp.exp(log_y[:-1])
         kl = (y * (log_y[:-1] - jax.nn.log_softmax(target))).sum(-1)
         means = {

@@ -196,7 +196,7 @@ class RuleLoss(struct.PyTreeNode):
 
     Attributes:
       total: to be minimised.
-      policy: the policy gradient's loss, whose gradient is that of the return.
+      policy: the loss of the policy gradient, whose gradient estimates minus that of the return.
     """
 
     total: Array

@@ -168,10 +168,9 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
         # The rule says where an agent should go; the agent does not change what the rule says. But
         # earlier updates do: ``stop_gradient`` would hide that from the gradient of the rule, which
         # would then never learn what should be predicted.
-        _, *known = predict(train_state.weights.params)
-        change, target = rule.apply(
-            train_state.target, experience(timestep, *known, settings.discount)
-        )
+        _, old_log_prob, old_log_y = predict(train_state.weights.params)
+        known = experience(timestep, old_log_prob, old_log_y, settings.discount)
+        change, target = rule.apply(train_state.target, known)
         y = jnp.exp(log_y[:-1])
         kl = (y * (log_y[:-1] - jax.nn.log_softmax(target))).sum(-1)
         means = {

@@ -20,6 +20,7 @@ HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent
 sys.path[:0] = [str(HERE), str(ROOT)]
 
+# Sphinx runs this file alone: both are found only on the path above.
 import settings_lists  # noqa: E402
 
 import podracer  # noqa: E402

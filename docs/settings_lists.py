@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from docstring_parser import google
+from flax.traverse_util import flatten_dict
 
 from podracer.agents import AGENTS
 from podracer.config import Config
@@ -65,13 +66,5 @@ def _default(value: Any) -> str:
 def _defaults_of_agents() -> Iterator[str]:
     yield from ("", "## Defaults of agents", "", "| agent | setting | default |", "|---|---|---|")
     for agent, module in sorted(AGENTS.items()):
-        for name, value in _flat(module.DEFAULTS):
+        for name, value in flatten_dict(module.DEFAULTS, sep=".").items():
             yield f"| `{agent}` | `{name}` | `{_default(value)}` |"
-
-
-def _flat(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

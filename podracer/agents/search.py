@@ -310,7 +310,7 @@ class Planner(NamedTuple):
         """The branches of roots, each drawn with a key of its own."""
 
         def one(key: Array, policy: ArrayTree) -> tuple[Array, ArrayTree]:
-            one = self.branches.grow(jax.random.fold_in(key, BRANCHES_SALT), batch_of_one(policy))
-            return jax.tree.map(lambda x: x[0], one)
+            key = jax.random.fold_in(key, BRANCHES_SALT)
+            return jax.tree.map(lambda x: x[0], self.branches.grow(key, batch_of_one(policy)))
 
         return jax.vmap(one)(keys, policy)

@@ -28,7 +28,7 @@ State = Literal["ok", "note", "warning", "problem"]
 # How everything is installed, as podracer is on no package index yet.
 INSTALL = "in the clone: pip install"
 MISSING = " is not installed"
-# Extras for those who work on podracer itself.
+# Extras for developing podracer.
 OWN_EXTRAS = ("dev", "test")
 # Seconds that a probe may take. A TPU needs a minute for its first program.
 PROBE_S = 180

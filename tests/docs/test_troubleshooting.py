@@ -67,7 +67,8 @@ SECTIONS = sections()
 
 
 def known_by(section: str) -> list[str]:
-    """The longest literal piece of each message in a section, where ``...`` stands for the rest."""
+    """The longest piece of literal text of each message in a section; ``...`` stands for the parts
+    that vary."""
     spans = (" ".join(x.split()) for x in re.findall(r"`([^`]+)`", SECTIONS[section]))
     pieces = (
         [x.strip("'\"") for x in re.split(r"\.{3,}", span) if " " in x.strip()] for span in spans

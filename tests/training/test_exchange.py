@@ -50,7 +50,8 @@ class Run:
         exchange = Exchange(make_config(**settings), 1)
         self.state = exchange.join(state_of(first), update)
         self._step = exchange.wrap(lambda state: (state_of(numbers(state)[0] + step), metrics))
-        metrics: Any = CallMetrics(learner=(), episodes=())  # type: ignore
+        nothing: Any = ()
+        metrics = CallMetrics(nothing, nothing)
 
     def call(self) -> dict[str, float]:
         with jax.transfer_guard("disallow"):

@@ -10,6 +10,7 @@ import contextlib
 import os
 import pathlib
 import time
+import uuid
 import zipfile
 from collections.abc import Callable
 from functools import partial
@@ -28,6 +29,8 @@ from podracer.training.rows import CallMetrics
 from podracer.types import ArrayTree, TrainState
 
 FIRST = "first.npz"
+# The name of an array in each file: the process that has written it.
+WRITER = "writer"
 Step = Callable[[Any], tuple[Any, CallMetrics]]
 
 
@@ -44,6 +47,22 @@ def _with(train: TrainState, shared: ArrayTree) -> TrainState:
         (train.weights, train.target),
     )
     return train.replace(weights=weights, target=target)
+
+
+def _load(path: pathlib.Path) -> dict[str, np.ndarray]:
+    """The arrays of a file.
+
+    Raises:
+      ConfigError: the file is something else.
+    """
+    try:
+        with np.load(path) as file:
+            arrays = dict(file)
+    except (TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"{path} holds no weights: {error}") from error
+    if WRITER not in arrays:
+        raise ConfigError(f"{path} holds no weights of a run: it has no array {WRITER}")
+    return arrays
 
 
 class Exchange:
@@ -68,7 +87,8 @@ class Exchange:
                 f"averaging.folder={settings.folder} must be a folder of a file system that all "
                 "runs share"
             )
-        self._name = f"seed_{config.seed}.npz"
+        self._seed, self._name = config.seed, f"seed_{config.seed}.npz"
+        self._writer, self._has_written = uuid.uuid4().hex, False
         optimizer = averaging.make_outer(settings.outer_rate, settings.outer_momentum)
         self._init = jax.jit(optimizer.init)
         self._average = jax.jit(partial(averaging.average, optimizer))
@@ -119,7 +139,9 @@ class Exchange:
         own = _shared(train)
         # The loop ends a run that has diverged; until then, its weights are not written.
         if all(np.isfinite(x).all() for x in jax.tree.leaves(own)):
+            self._check_writer()
             self._write(self._name, own)
+            self._has_written = True
         others = self._others(own)
         weights, target = jax.tree.map(lambda *x: np.stack(x), own, *others)
         alive = np.ones(1 + len(others), bool)
@@ -129,6 +151,21 @@ class Exchange:
         self._before, self._opt_state = jax.device_get((found.weights, found.opt_state))
         averages = {**jax.device_get(found.metrics), "averaging/runs": np.int32(1 + len(others))}
         return _with(train, (found.weights, found.target)), averages
+
+    def _check_writer(self) -> None:
+        """Checks that no other process writes this run's file.
+
+        Raises:
+          ConfigError: one does, which can only be a run with the same seed.
+        """
+        path = self._folder / self._name
+        if not self._has_written or not path.exists():
+            return
+        if retry.call(f"{path} can't be read", partial(_load, path))[WRITER] != self._writer:
+            raise ConfigError(
+                f"averaging.folder: another run with seed={self._seed} writes {path}; runs that "
+                "average need different seeds"
+            )
 
     def _others(self, like: ArrayTree) -> list[ArrayTree]:
         """What the other runs have written, if it is new enough."""
@@ -147,15 +184,23 @@ class Exchange:
         """The weights that all runs begin with: those of the run that is the first to write any."""
         if not (self._folder / FIRST).exists():
             temporary = self._write(f".{FIRST}.{self._name}", own)
-            with contextlib.suppress(FileExistsError):
+            try:
                 os.link(temporary, self._folder / FIRST)
-            temporary.unlink()
+            except FileExistsError:
+                pass  # Another run was the first.
+            except OSError as error:
+                raise SaveError(
+                    f"averaging.folder: {self._folder / FIRST} can't be made: {error}; the folder "
+                    "has to be on a file system with hard links"
+                ) from error
+            finally:
+                temporary.unlink()
         return self._read(self._folder / FIRST, own)
 
     def _write(self, name: str, tree: ArrayTree) -> pathlib.Path:
         """Writes arrays atomically: no other run ever sees a part of the file."""
         path, temporary = self._folder / name, self._folder / f".{name}.writing"
-        arrays: dict[str, Any] = dict(named_arrays(tree))
+        arrays: dict[str, Any] = {**dict(named_arrays(tree)), WRITER: np.array(self._writer)}
         try:
             with temporary.open("wb") as file:
                 np.savez(file, **arrays)
@@ -171,13 +216,10 @@ class Exchange:
         """The arrays of a file, as a tree like ``like``.
 
         Raises:
-          ConfigError: they are those of another network, or the file is something else.
+          ConfigError: they are those of another network, or not those of a run.
         """
-        try:
-            with np.load(path) as file:
-                arrays = dict(file)
-        except (ValueError, EOFError, zipfile.BadZipFile) as error:
-            raise ConfigError(f"{path} holds no weights: {error}") from error
+        arrays = _load(path)
+        arrays.pop(WRITER)
         expected = {name: x.shape for name, x in named_arrays(like).items()}
         if {name: x.shape for name, x in arrays.items()} != expected:
             raise ConfigError(

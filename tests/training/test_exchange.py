@@ -1,6 +1,7 @@
 """Runs that average through a folder, at any speed and after any preemption."""
 
 import errno
+import io
 import os
 import time
 from typing import Any
@@ -12,7 +13,7 @@ import tenacity
 
 from podracer import anakin
 from podracer.config.sizes import make_sizes
-from podracer.errors import ConfigError
+from podracer.errors import ConfigError, SaveError
 from podracer.storage import retry
 from podracer.training.exchange import Exchange
 from podracer.training.rows import CallMetrics
@@ -125,7 +126,10 @@ def test_what_is_no_run_like_this_one_is_rejected(tmp_path):
     exchange = Exchange(make_config(averaging__folder=str(tmp_path), seed=1), 1)
     with pytest.raises(ConfigError, match=r"seed_0.npz holds the weights of another network"):
         exchange.join(state_of(0.0, size=3), 0)
-    for content in (b"other", b""):
+    array, other = io.BytesIO(), io.BytesIO()
+    np.save(array, np.zeros(3))
+    np.savez(other, weights=np.zeros(3))
+    for content in (b"other", b"", array.getvalue(), other.getvalue()):
         (tmp_path / "seed_0.npz").write_bytes(content)
         with pytest.raises(ConfigError, match=r"seed_0.npz holds no weights"):
             exchange.join(state_of(0.0), 0)
@@ -134,6 +138,24 @@ def test_what_is_no_run_like_this_one_is_rejected(tmp_path):
             Exchange(make_config(averaging__folder=folder), count)
     whole = make_config(averaging__folder="x", averaging__every=7, updates_per_call=3)
     assert make_sizes(whole, 1).updates_per_call == 7
+
+
+def test_two_runs_with_the_same_seed_are_noticed(tmp_path):
+    a, b = Run(tmp_path, 0, 0.0, 1.0), Run(tmp_path, 0, 0.0, 1.0)
+    a.call()
+    b.call()
+    with pytest.raises(ConfigError, match="another run with seed=0"):
+        a.call()
+    b.call()
+
+
+def test_a_file_system_without_hard_links_is_named(tmp_path, monkeypatch):
+    def link(source, target):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(SaveError, match="hard links"):
+        Run(tmp_path, 0, 0.0, 1.0)
 
 
 def test_runs_of_both_architectures_average(tmp_path):

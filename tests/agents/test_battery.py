@@ -145,9 +145,9 @@ VARIANTS = [
     for variant in itertools.product(row.continuous, row.cores)
 ]
 FIRST = [(agent, row.continuous[0], row.cores[0]) for agent, row in ROWS.items()]
-# By default PPO learns values, and two others actions; .ci/run has another stage for actions.
+# By default PPO learns values, and V-trace actions; .ci/run has another stage for actions.
 VALUES_FIRST = ("ppo",)
-ACTIONS_FIRST = ("d4pg", "vtrace")
+ACTIONS_FIRST = ("vtrace",)
 
 
 def few(variants: list[Any], agents: Collection[str]) -> list[Any]:

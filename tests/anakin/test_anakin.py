@@ -88,7 +88,7 @@ def cartpole_run(agent, core, num_devices):
     ("agent", "core", "numbers"),
     [
         ("ppo", "none", (8,)),
-        ("dqn", "none", (8,)),
+        pytest.param("dqn", "none", (8,), marks=pytest.mark.slow),
         pytest.param("r2d2", "gru", (2, 8), marks=pytest.mark.slow),
         pytest.param("kl_penalty", "none", (8,), marks=pytest.mark.slow),
         pytest.param("muzero", "none", (8,), marks=pytest.mark.slow),

@@ -109,7 +109,7 @@ def on_one_device():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"cpu_devices": 4},
+        {"cpu_devices": 2},
         pytest.param({"cpu_devices": 1, "agents_at_once": 1}, marks=pytest.mark.slow),
     ],
     ids=str,

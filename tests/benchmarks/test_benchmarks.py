@@ -21,6 +21,7 @@ def printed(capsys):
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+@pytest.mark.slow
 def test_anakin(load, capsys):
     # An environment and an agent that compile quickly, on all devices of the test process.
     arguments = ["--env=dummy:counting", "--agent=vtrace", "--cpu_devices=8", "--num_envs=32"]
@@ -38,6 +39,7 @@ def test_anakin(load, capsys):
     assert result["versions"].keys() == {"podracer", "jax", "flax"}
 
 
+@pytest.mark.slow
 def test_resets(load, capsys):
     pytest.importorskip("jumanji", reason="the suite is not installed: pip install -e '.[jumanji]'")
     resets = load("resets")
@@ -49,6 +51,7 @@ def test_resets(load, capsys):
     assert all(result["steps_per_second"] > 0 for result in results)
 
 
+@pytest.mark.slow
 def test_convolution(load, capsys):
     load("convolution").main(["--torso=minatar", "--batch=2", "--rounds=1"])
     results = printed(capsys)
@@ -118,6 +121,7 @@ def test_remote():
     assert result["last_round"]["time/actor_network"] > 0
 
 
+@pytest.mark.slow
 def test_checkpoint(load, capsys):
     load("checkpoint").main(["--gigabytes=0.002", "--devices=2", "--rounds=1"])
     (result,) = printed(capsys)
@@ -150,6 +154,7 @@ def test_search(kind, arguments, variants, load, capsys):
     assert all(("simulations_per_cpu_second" in result) == (kind != "unroll") for result in results)
 
 
+@pytest.mark.slow
 def test_a_plain_search_finds_what_podracers_finds(load):
     """Without noise, so that the random keys do not matter."""
     search = load("search")

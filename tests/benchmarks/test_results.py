@@ -45,6 +45,7 @@ def test_the_page_and_the_readme_are_made_from_the_lines(lines, page):
     assert page.readme_table(*read) in page.README.read_text()
 
 
+@pytest.mark.slow
 def test_the_figures_are_made_from_the_lines(lines, page, tasks, tmp_path, monkeypatch):
     read = lines.read_lines(lines.LINES)
     done = {line.task for line in read}

@@ -32,6 +32,7 @@ def test_a_bug_ends_in_exit_code_1(tmp_path, monkeypatch, capsys):
     assert error.endswith("ZeroDivisionError: a bug\nSee docs/troubleshooting.md#a-crash\n")
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_in_exit_code_5(tmp_path, monkeypatch, capsys):
     original, waiting = future.ChainedFuture.result, threading.local()
 

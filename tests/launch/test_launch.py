@@ -414,9 +414,8 @@ def test_tpu_vm_does_not_wait_for_workers_that_cannot_report(cloud):
     assert requests(cloud) == ["create", "delete"]
 
 
-@pytest.mark.parametrize(
-    ("how", "lost"), [("graceful", "42"), pytest.param("new-disk", "137", marks=SLOW)]
-)
+@SLOW
+@pytest.mark.parametrize(("how", "lost"), [("graceful", "42"), ("new-disk", "137")])
 def test_tpu_vm_resumes_after_a_worker_has_rebooted(cloud, how, lost):
     (cloud / "slow-kill").touch()  # the trainer ends while its worker still handles the signal
     process = tpu_vm(cloud, [[1, 1], ["4 after reboot", "until SIGTERM"], [0, 0]])

@@ -205,6 +205,7 @@ def test_a_replay_buffer_holds_the_steps_of_an_environment_in_their_order(tmp_pa
     assert gaps == 0
 
 
+@pytest.mark.slow
 def test_nothing_is_learned_across_unrolls_that_were_dropped(tmp_path):
     """One of two learner devices has twice as many environments as the other."""
     split = {"sebulba__actor_devices": (0,), "sebulba__learner_devices": (1, 2)}

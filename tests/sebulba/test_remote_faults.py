@@ -288,6 +288,7 @@ def test_workers_are_killed_and_the_learner_goes_on_and_mixes_no_two(
     assert max(np.diff(updates)) < max(5.0, 2 * period)
 
 
+@pytest.mark.slow
 def test_half_of_the_workers_are_killed_and_the_others_keep_their_rate(monkeypatch):
     delayed = Delayed(monkeypatch, lambda *_: 0.02)
     seen: Counter[int] = Counter()

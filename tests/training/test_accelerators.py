@@ -137,14 +137,8 @@ def test_a_run_of_anakin_makes_no_copy_that_is_not_allowed(accelerator, tmp_path
     check_run(anakin.train, resumable(**CONFIG), tmp_path / "run", monkeypatch)
 
 
-@pytest.mark.parametrize(
-    "learners",
-    [
-        # A machine with one accelerator acts and learns on it.
-        (0,),
-        pytest.param((1, 2), marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("learners", [(0,), (1, 2)])
 def test_a_run_of_sebulba_makes_no_copy_that_is_not_allowed(
     learners, accelerator, tmp_path, monkeypatch
 ):

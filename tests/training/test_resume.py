@@ -237,6 +237,7 @@ def test_a_finished_run_whose_rows_are_lost_is_evaluated_again(tmp_path):
     assert row["eval/episode_return"] == whole.metrics[-1]["eval/episode_return"]
 
 
+@pytest.mark.slow
 def test_a_workdir_that_is_deleted_during_the_run_is_written_again(tmp_path, monkeypatch, capsys):
     save = Session.save
 

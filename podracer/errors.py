@@ -62,7 +62,7 @@ SECTIONS = {
     "plan/": "tpu-planning",
     "plot.py": "evaluating-and-comparing-runs",
     "remote/": "remote-workers",
-    "sebulba/threads.py": "a-run-hangs",
+    "sebulba/threads.py": "a-thread-fails-or-hangs",
     "storage/": "saving-and-resuming",
     "storage/workdir.py": "workdirs",
     "training/agreement.py": "devices-and-several-hosts",

@@ -70,13 +70,15 @@ def make_sizes(config: Config, num_devices: int, num_threads: int = 0) -> Sizes:
     num_envs = config.of_group.num_envs
     divisor = in_group * max(1, num_threads)
     if num_envs % divisor:
-        threads = f" times {num_threads} actor threads" if num_threads else ""
+        threads = f" times {num_threads} actor threads (sebulba.threads)" if num_threads else ""
         each = f" of each of {config.averaging.groups} groups" * (config.averaging.groups > 1)
+        over = _divisors(num_envs, max(1, num_threads))
         raise ConfigError(
-            f"num_envs={num_envs}{each} does not divide evenly over {in_group} devices"
-            f"{threads}; {_nearest_multiple(num_envs, divisor)} would, and "
-            f"{num_envs} divides over "
-            f"{_divisors(num_envs, max(1, num_threads))} devices"
+            f"num_envs={num_envs}{each} does not divide evenly over {in_group} "
+            f"{'device' if in_group == 1 else 'devices'}{threads}; "
+            f"{_nearest_multiple(num_envs, divisor)} would"
+            + f", and {num_envs} divides over {over} devices"
+            * bool(over)
         )
     steps_per_update = config.steps_per_update
     updates = math.ceil(config.total_steps / steps_per_update)
@@ -173,9 +175,9 @@ def _nearest_multiple(n: int, divisor: int) -> int:
 
 
 def _divisors(num_envs: int, num_threads: int) -> str:
-    """The first eight numbers of devices that the environments divide evenly over."""
+    """The first eight numbers of devices that the environments divide evenly over, as a text."""
     found = [n for n in range(1, num_envs + 1) if num_envs % (n * num_threads) == 0]
-    return ", ".join(map(str, found[:8])) or "no number of"
+    return ", ".join(map(str, found[:8]))
 
 
 def cpu_cores() -> int:

@@ -124,6 +124,7 @@ def make_host_environment(
             f"env={env_id!r} is written in JAX; train on it with python -m podracer.anakin"
         )
     if suite not in HOST_SUITES:
-        raise unknown("suite of host environments", suite, HOST_SUITES)
+        error = unknown("suite of host environments", suite, HOST_SUITES)
+        raise ConfigError(f"{error}; an environment of your own is gymnasium:{suite}:NAME")
     env = HOST_SUITES[suite](name, kwargs, params, newest_frame=newest_frame)
     return observe_components(env, observed, env_id)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from PIL import Image
 
@@ -207,6 +208,46 @@ def _pixels(name: str, params: Mapping[str, Any]) -> Pixels | None:
     return Pixels(size, frames)
 
 
+def _is_of(spec: Any, module: str) -> bool:
+    """Whether a module has registered a class of its own as this environment."""
+    entry = spec.entry_point
+    return module == (entry.partition(":")[0] if isinstance(entry, str) else entry.__module__)
+
+
+def _import_module_of(name: str) -> None:
+    """Imports the module that registers the environment, if the id names one.
+
+    Raises:
+      ConfigError: there is no such module.
+    """
+    module, colon, _ = name.partition(":")
+    if not colon:
+        return
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if not error.name or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise ConfigError(f"env='gymnasium:{name}': there is no module {error.name!r}") from error
+
+
+def _check_observation(name: str, env: Any) -> None:
+    """Checks a first observation as the processes would, in which the run would fail later.
+
+    Raises:
+      ConfigError: it is not of the observation space.
+    """
+    utils, space = _import().vector.utils, env.observation_space
+    observation, _ = env.reset(seed=0)
+    try:
+        utils.write_to_shared_memory(space, 0, observation, utils.create_shared_memory(space, 1))
+    except (AssertionError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"gymnasium:{name} has the observation_space {space}, but its first observation has "
+            f"the shape {jax.tree.map(np.shape, observation)}"
+        ) from error
+
+
 def _make_one(name: str, kwargs: Mapping[str, Any], pixels: Pixels | None) -> Any:
     """An environment, to read its spaces.
 
@@ -214,6 +255,7 @@ def _make_one(name: str, kwargs: Mapping[str, Any], pixels: Pixels | None) -> An
       ConfigError: it can't be made, or can't be drawn if ``pixels`` needs that.
     """
     gymnasium = _import()
+    _import_module_of(name)
     try:
         one = _maker(name, kwargs, None)()
         if pixels is None:
@@ -225,11 +267,16 @@ def _make_one(name: str, kwargs: Mapping[str, Any], pixels: Pixels | None) -> An
                 f"modes {list(modes)} lack 'rgb_array'"
             )
         one.close()
-        one = _maker(name, kwargs, pixels)()
-        one.reset()
-        return one
+        return _maker(name, kwargs, pixels)()
     except (gymnasium.error.NameNotFound, gymnasium.error.VersionNotFound) as error:
-        raise unknown("gymnasium environment", name, gymnasium.registry) from error
+        module, colon, own = name.rpartition(":")
+        if colon:
+            known = (x for x, spec in gymnasium.registry.items() if _is_of(spec, module))
+            raise unknown(f"gymnasium environment of module {module!r}", own, known) from error
+        hint = f"; one that your own module registers is gymnasium:MODULE:{name}"
+        raise ConfigError(
+            f"{unknown('gymnasium environment', name, gymnasium.registry)}{hint}"
+        ) from error
     except (gymnasium.error.Error, ImportError, TypeError) as error:
         raise ConfigError(
             f"gymnasium:{name} can't be made with env_kwargs={dict(kwargs)}: {error}"
@@ -263,7 +310,6 @@ def make(
     one = _make_one(name, kwargs, pixels)
     observation, action = one.observation_space, one.action_space
     modes = one.metadata.get("render_modes", ())
-    one.close()
 
     def pool(seeds: Sequence[int], threads: int) -> VectorPool:
         del threads
@@ -277,6 +323,8 @@ def make(
     env = spaces.host_environment(
         f"gymnasium:{name}", observation, action, pool, channels_first=channels_first
     )
+    _check_observation(name, one)
+    one.close()
     if pixels:
         env = env._replace(spec=env.spec._replace(frames=pixels.frames))
     return env._replace(make_renderable=drawn) if "rgb_array" in modes else env

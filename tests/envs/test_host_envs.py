@@ -150,6 +150,10 @@ def test_observations_as_agents_see_them(env_id, shape, dtype):
         ("envpool:Go9x9-v1", {}, "a game of 2 players; agents play alone"),
         ("gymnasium:CartPole-v7", {}, "CartPole-v1"),
         ("gymnasium:LunarLandr-v3", {}, "LunarLander-v3"),
+        ("gymnasium:Walk-v0", {}, r"is gymnasium:MODULE:Walk-v0"),
+        ("gymnasium:walk:Walk-v0", {}, "there is no module 'walk'"),
+        ("gymnasium:tests.envs.dictionaries:Dict-v0", {}, "mean Dictionary-v0"),
+        ("walk:Walk", {}, "an environment of your own is gymnasium:walk:NAME"),
         ("gymnasium:CartPole-v1", {"colour": 1}, "colour"),
         ("gymnasium:Blackjack-v1", {}, "observes Tuple.*; agents observe Box, Discrete and"),
         ("gymnax:CartPole-v1", {}, "podracer.anakin"),
@@ -161,6 +165,20 @@ def test_observations_as_agents_see_them(env_id, shape, dtype):
 def test_bad_input_is_named(env_id, kwargs, message):
     with pytest.raises(ConfigError, match=message):
         envs.make_host_environment(env_id, kwargs, {})
+
+
+@pytest.mark.filterwarnings("ignore:.*The obs returned")
+@pytest.mark.parametrize(
+    ("observation", "shape"),
+    [(np.zeros(3), r"\(3,\)"), ({"place": np.zeros(2)}, r"{'place': \(2,\)}")],
+)
+def test_an_observation_that_is_not_of_its_space_is_named(observation, shape, photos, monkeypatch):
+    def reset(self, *, seed=None, options=None):
+        return observation, {}
+
+    monkeypatch.setattr(Photos, "reset", reset)
+    with pytest.raises(ConfigError, match=f"first observation has the shape {shape}"):
+        envs.make_host_environment("gymnasium:Photos-v0", {"shape": (2,)}, {})
 
 
 @pytest.mark.parametrize(

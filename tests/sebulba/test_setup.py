@@ -105,7 +105,7 @@ def test_configs_fit_hosts_of_any_size(name, count):
         ({"sebulba__actor_devices": (0, 8)}, r"actor_devices=\(0, 8\).* 8 devices, from 0 to 7"),
         ({"sebulba__learner_devices": (1, 1)}, r"learner_devices=\(1, 1\) must be different"),
         ({"sebulba__actor_devices": tuple(range(8))}, "leaves none of 8 devices to learn"),
-        ({"num_envs": 40}, "does not divide evenly over 6 devices times 4 actor threads; 48 would"),
+        ({"num_envs": 40}, r"does not divide evenly over 6 devices times 4 actor .*; 48 would"),
         ({"num_envs": 48, "num_minibatches": 7}, "num_minibatches=7 does not divide the 64 items"),
         ({"stagger": 5, "num_envs": 48}, "stagger=5 is for environments written in JAX"),
         ({"num_seeds": 2}, "num_seeds=2 is for environments written in JAX; set it to 1"),

@@ -20,9 +20,7 @@ HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent
 sys.path[:0] = [str(HERE), str(ROOT)]
 
-# Sphinx runs this file alone: both are found only on the path above.
-import settings_lists  # noqa: E402
-
+# Sphinx runs this file alone: it is found only on the path above.
 import podracer  # noqa: E402
 
 NAVIGATION = {
@@ -95,13 +93,11 @@ html_copy_source = False
 
 
 def add_what_is_made(app: Sphinx, document: str, source: list[str]) -> None:
-    """Adds the navigation to the first page, and the lists to that of the settings."""
+    """Adds the navigation to the first page."""
     if document == root_doc:
         for caption, pages in NAVIGATION.items():
             lines = ["", "```{toctree}", ":hidden:", f":caption: {caption}", "", *pages, "```", ""]
             source[0] += "\n".join(lines)
-    elif document == "docs/settings":
-        source[0] += settings_lists.markdown()
 
 
 def has_a_description(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any) -> Any:

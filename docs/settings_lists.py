@@ -1,6 +1,10 @@
-"""The lists of docs/settings.md, made from the dataclasses of the configuration."""
+"""Writes the lists of docs/settings.md, from the dataclasses of the configuration.
+
+python docs/settings_lists.py
+"""
 
 import dataclasses
+import pathlib
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -13,13 +17,18 @@ from podracer.config import Config
 from podracer.learning.optimizer import OptimizerConfig
 from podracer.learning.rollout import RolloutConfig
 
+PAGE = pathlib.Path(__file__).parent / "settings.md"
+FIRST = "## The run"
 
-def markdown() -> str:
-    """All settings: those of a run, those of each section, and the defaults of agents."""
-    parts = ["## The run", *_entries(Config())]
+
+def page() -> str:
+    """The page, with its introduction as it is, and all settings: those of a run, those of each
+    section, and the defaults of agents."""
+    introduction = PAGE.read_text().partition(FIRST)[0]
+    parts = [FIRST, *_entries(Config())]
     for name, section in sorted(_sections(Config())):
         parts += ["", f"## `{name}`", *_entries(section, f"{name}.")]
-    return "\n".join(["", *parts, *_defaults_of_agents()]) + "\n"
+    return introduction + "\n".join([*parts, *_defaults_of_agents()]) + "\n"
 
 
 def descriptions(cls: type) -> dict[str, str]:
@@ -68,3 +77,7 @@ def _defaults_of_agents() -> Iterator[str]:
     for agent, module in sorted(AGENTS.items()):
         for name, value in flatten_dict(module.DEFAULTS, sep=".").items():
             yield f"| `{agent}` | `{name}` | `{_default(value)}` |"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

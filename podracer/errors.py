@@ -191,8 +191,8 @@ def run_command(command: Callable[[], Any]) -> ExitCode:
         # JAX adds notes of its own, on what it has removed from the traceback.
         print(f"error: {error}\n{error.__notes__[0]}", file=sys.stderr)
         return code_of(error)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(f"interrupted {error}".rstrip(), file=sys.stderr)
         return ExitCode.INTERRUPTED
     except Exception as error:
         # Printed here, because Python would first wait for threads and other processes.

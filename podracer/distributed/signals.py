@@ -58,11 +58,17 @@ class StopSignals:
         finally:
             self._raising = False
 
-    def error(self) -> BaseException:
-        """The exception that ends a run after the recorded signal."""
+    def error(self, update: int) -> BaseException:
+        """The exception that ends a run after the recorded signal.
+
+        Args:
+          update: number of updates done, after which the run was saved.
+        """
         if self.number == signal.SIGINT:
-            return KeyboardInterrupt()
-        return PreemptedError("stopped by SIGTERM; the same command resumes the run")
+            return KeyboardInterrupt(f"after update {update:,}; the same command resumes the run")
+        return PreemptedError(
+            f"stopped by SIGTERM after update {update:,}; the same command resumes the run"
+        )
 
 
 @contextlib.contextmanager

@@ -208,9 +208,8 @@ class Supervisor:
         """Raises ``ActorError`` if a thread has failed or hangs."""
         if self._failure is not None:
             name, error = self._failure
-            *_, last = traceback.format_exception_only(error)
-            text = "".join(traceback.format_exception(error))
-            raise ActorError(f"thread {name!r} failed: {last}{text}") from error
+            cause, text = type(error).__name__, "".join(traceback.format_exception(error))
+            raise ActorError(f"thread {name!r} failed: {cause}: {error}\n{text}") from error
         now = self.now()
         for name, activity in list(self._activities.items()):
             limit = self._limits.on_device() if activity.on_device else self._limits.on_host()

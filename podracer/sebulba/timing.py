@@ -1,6 +1,7 @@
 """What the time of actor threads and learner is spent on, and what would make a run faster."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from podracer.types import Row
@@ -19,7 +20,8 @@ SMALL_SHARE = 0.1
 
 
 def report(rows: Sequence[Row], steps_per_update: int) -> dict[str, Any]:
-    """What the time of a run, over all its starts, was spent on, with advice.
+    """What the time of a run, over all its starts, was spent on, with advice, and how often pools
+    of environments were rebuilt.
 
     Args:
       rows: all of the run's rows of metrics; their seconds are means per update.
@@ -33,7 +35,16 @@ def report(rows: Sequence[Row], steps_per_update: int) -> dict[str, Any]:
             if name.startswith(("time/actor_", "time/learner_")):
                 name = name.removeprefix("time/")
                 seconds[name] = seconds.get(name, 0.0) + x * updates
-    return {"breakdown": seconds, "report": describe(seconds)}
+    # Each start counts its own.
+    counts = [0, *(row["actor/restarts"] for row in rows)]
+    restarts = round(sum(new - old if new >= old else new for old, new in pairwise(counts)))
+    text = describe(seconds)
+    if restarts:
+        text += (
+            f"\npools of environments were rebuilt {restarts} times after errors of environments; "
+            "what they had collected of their unrolls was dropped"
+        )
+    return {"breakdown": seconds, "pool_restarts": restarts, "report": text}
 
 
 def describe(seconds: dict[str, float]) -> str:

@@ -179,8 +179,7 @@ class _Hooks:
     def stop(self, state: Any, update: int, pending: Row | None = None) -> NoReturn:
         """Saves the run and ends it with the error of the signal that has arrived."""
         self.save_last(state, update, pending)
-        self._session.log(f"stopped after update {update:,}; the same command resumes the run")
-        raise self._session.stop.error()
+        raise self._session.stop.error(update)
 
 
 def run(

@@ -112,3 +112,8 @@ def test_the_corridor_example(tmp_path, monkeypatch, capsys):
     argv = ["anakin", *arguments.replace("=configs/", f"={ROOT}/configs/").split()]
     assert command_line.main(trainer.train, argv) == ExitCode.OK
     assert "evaluation -4.00" in capsys.readouterr().out
+
+
+def test_the_page_of_settings_is_made_from_the_dataclasses():
+    made = runpy.run_path(str(ROOT / "docs" / "settings_lists.py"))
+    assert made["page"]() == made["PAGE"].read_text()

@@ -80,6 +80,8 @@ def test_a_broken_pool_is_rebuilt_and_reported(how, capsys):
     # Ten unrolls of 8 steps, in four threads: each pool fails at its step 20 and is then new, so
     # that it fails after 20, 40, 60 and 80 steps in total.
     assert [row["actor/restarts"] // 4 for row in result.metrics] == [0, 0, 1, 1, 2, 2, 2, 3, 3, 4]
+    assert result.summary["pool_restarts"] == result.metrics[-1]["actor/restarts"]
+    assert "were rebuilt" in result.summary["report"]
     assert np.isfinite([row["loss/total"] for row in result.metrics]).all()
     errors = {
         "raise": "OSError: the simulator has crashed at",

@@ -241,7 +241,7 @@ def test_every_error_ends_the_command_with_its_own_code(error, capsys):
     assert code == expected[error.__name__]
     text = capsys.readouterr().err
     if error is KeyboardInterrupt:
-        assert text == "interrupted\n"
+        assert text == "interrupted what happened\n"
     else:
         assert is_one_error(text)
         assert text.startswith("error: what happened\n")

@@ -9,7 +9,8 @@ the start; no sticky actions (``repeat_action_probability`` 0); the game's own m
 actions; a lost life ends an episode for the agent (Pong has no lives); rewards clipped to their
 sign; games of at most 27,000 steps (half an hour). Returns are those of whole games.
 
-On 4 and 8 devices, ``--config.num_envs=48``, which divides evenly over learners and actor threads.
+Over 4 devices (3 learners) ``--config.num_envs=24`` divides evenly, over 8 devices (6 learners)
+``--config.num_envs=48``: they have to be a multiple of learners times actor threads.
 
 Result: see docs/results.md. Hardware: one core of an AMD EPYC, about 70 minutes for Pong.
 """

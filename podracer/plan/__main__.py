@@ -33,7 +33,8 @@ FLAGS: dict[str, command_line.Flag] = {
     "topology": (
         flags.DEFINE_multi_string,
         [],
-        "TPU slice, such as v5e:4x4; repeat the flag for a table of slices",
+        "TPU slice, as CHIP:SHAPE, such as v5e:4x4; repeat the flag for a table of slices. Chips: "
+        f"{', '.join(chips.CHIPS)}; an unknown shape is answered with the known ones",
     ),
     "num_slices": (
         flags.DEFINE_integer,

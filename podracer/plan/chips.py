@@ -1,6 +1,7 @@
 """Published specifications of TPU chips, and the slices that the compiler can target."""
 
 import importlib.util
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -113,6 +114,19 @@ class Slice(NamedTuple):
         return self.num_chips / len(self.devices)
 
 
+def of_accelerator_type(name: str) -> list[str]:
+    """The topologies of an accelerator type of Cloud TPU, such as "v5litepod-16"; none if it is no
+    such type. The number in a type counts chips of v5e and v6e, and cores, two per chip, of the
+    others (https://docs.cloud.google.com/tpu/docs/supported-tpu-configurations)."""
+    family, _, count = name.partition("-")
+    kind = {"v5litepod": "v5e"}.get(family, family)
+    if kind not in CHIPS or not count.isdigit():
+        return []
+    chips = int(count) if kind in ("v5e", "v6e") else int(count) // 2
+    shapes = CHIPS[kind].slices
+    return [f"{kind}:{x}" for x in shapes if math.prod(map(int, x.split("x"))) == chips]
+
+
 def get_slice(topology: str, num_slices: int = 1) -> Slice:
     """Describes a slice for the compiler; needs libtpu, but no TPU.
 
@@ -124,6 +138,11 @@ def get_slice(topology: str, num_slices: int = 1) -> Slice:
       ConfigError: libtpu is missing, or there is no such slice.
     """
     kind, _, shape = topology.partition(":")
+    if shapes := of_accelerator_type(topology):
+        raise ConfigError(
+            f"--topology={topology} is an accelerator type of Cloud TPU; its topology is "
+            f"{' or '.join(shapes)}"
+        )
     if kind not in CHIPS:
         raise unknown("topology", topology, TOPOLOGIES)
     if importlib.util.find_spec("libtpu") is None:

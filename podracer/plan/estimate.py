@@ -110,6 +110,7 @@ class Plan:
       envs_per_core: environments of a learner on each core that learns.
       steps_per_update: environment steps per update of an agent.
       gradient_steps: gradient steps per update of an agent.
+      num_updates: updates of the whole run.
       memory: bytes of memory of a core.
       programs: the programs of the run; () if the run does not fit.
       too_large: why the run does not fit; None if it fits.
@@ -135,6 +136,7 @@ class Plan:
     unroll_length: int
     steps_per_update: int
     gradient_steps: int
+    num_updates: int
     memory: float
     programs: tuple[ProgramPlan, ...]
     too_large: TooLarge | None
@@ -370,6 +372,7 @@ def make_plan(
         unroll_length=sizes.unroll_length,
         steps_per_update=sizes.steps_per_update,
         gradient_steps=gradient_steps,
+        num_updates=sizes.num_updates,
         memory=memory,
         programs=plans,
         too_large=too_large,

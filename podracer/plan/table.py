@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from podracer.monitoring.formatting import metric, seconds, size
+from podracer.monitoring.formatting import duration, metric, seconds, size
 from podracer.plan.estimate import Collectives, Plan, ProgramPlan
 
 
@@ -97,8 +97,21 @@ def print_plan(plan: Plan, console: Console) -> None:
         "published peaks (roofline); about "
         f"{_known(metric, plan.compiler_steps_per_second)} steps/s by the compiler's estimate of "
         f"cycles{', of all agents together' * (plan.num_agents > 1)}.\n"
+        f"{_whole_run(plan)}\n"
         f"Not included: {'; '.join(plan.not_included)}.",
         highlight=False,
+    )
+
+
+def _whole_run(plan: Plan) -> str:
+    """How long the run would take, at the lower one of the two speeds that is known."""
+    steps = plan.num_updates * plan.steps_per_update
+    speed = plan.compiler_steps_per_second or plan.roofline_steps_per_second
+    assert speed is not None
+    time = steps * plan.num_agents / speed
+    return (
+        f"The run: {steps:,} steps{' of each agent' * (plan.num_agents > 1)}, {plan.num_updates:,} "
+        f"updates, about {duration(time) if time >= 60 else seconds(time)} at this speed."
     )
 
 

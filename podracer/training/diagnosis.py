@@ -268,7 +268,10 @@ def _read(path: str) -> str:
 def check_folders(folders: Mapping[str, str | None]) -> Iterator[Finding]:
     """Space and permissions of the folders that runs write to, by what they are for."""
     for name, folder in folders.items():
-        if folder is None or "://" in folder:
+        if folder is None:
+            continue
+        if "://" in folder:
+            yield _check_bucket(name, folder)
             continue
         path = pathlib.Path(folder).expanduser().absolute()
         # A folder that does not exist will be made in the nearest one that does.
@@ -282,6 +285,14 @@ def check_folders(folders: Mapping[str, str | None]) -> Iterator[Finding]:
             yield Finding(state, name, text, f"free some space, or {_ELSEWHERE[name]}")
         else:
             yield Finding("ok", name, text)
+
+
+def _check_bucket(name: str, folder: str) -> Finding:
+    """Whether what accesses a bucket is installed; the bucket itself is left alone."""
+    missing = [x for each in ("gcsfs", "google-cloud-storage") for x in unmet(Requirement(each))]
+    if missing:
+        return Finding("problem", name, f"{folder}: {'; '.join(missing)}", f"{INSTALL} -e '.[gcs]'")
+    return Finding("note", name, f"{folder}; not checked whether a run can read and write there")
 
 
 _ELSEWHERE = {

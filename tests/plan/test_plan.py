@@ -153,6 +153,8 @@ def run(*arguments):
         ),
         (["--topology=v9:8x8"], "unknown topology 'v9:8x8'; did you mean"),
         (["--topology=moon"], "v3:32x32"),
+        (["--topology=v5litepod-16"], "its topology is v5e:4x4"),
+        (["--topology=v3-8"], "its topology is v3:2x2"),
         (["--topology=v5e:4x4", "--num_slices=0"], "--num_slices must be positive"),
         (["--topology=v5e:4x4", "--config.num_env=1"], "num_envs"),
     ],
@@ -183,7 +185,7 @@ def test_printed_plans(capsys):
         ("infeed.1",), 3, 5.69e-5, None,
     )  # fmt: skip
     plan = estimate.Plan(
-        "v5e:2x2", 4, "anakin", 16, 16, 4, 1, 1, 1, 1, 4096, 256, 128, 524_288, 16, 2.0**34,
+        "v5e:2x2", 4, "anakin", 16, 16, 4, 1, 1, 1, 1, 4096, 256, 128, 524_288, 16, 2, 2.0**34,
         (program,), None, 9.22e9, None, ("a", "b"),
     )  # fmt: skip
     fits = {"num_envs": 512, "unroll_length": None}
@@ -205,6 +207,9 @@ def test_printed_plans(capsys):
     assert rows["time per update, compiler"] == "-"
     assert "3 instructions are in loops" in text
     assert "at most 9.22 G steps/s" in text
+    assert "The run: 1,048,576 steps, 2 updates, about 114 μs at this speed." in text
+    slow = dataclasses.replace(plan, compiler_steps_per_second=1e4)
+    assert "about 0:01:45 at" in printed(table.print_plan, slow, capsys)
     assert (
         "TOO LARGE: the program step needs 80.0 GiB, 64.0 GiB more than the 16.0 GiB of a core; "
         "num_envs=512 would fit" in printed(table.print_plan, no_fit, capsys)

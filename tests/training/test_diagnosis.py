@@ -135,10 +135,22 @@ def test_extras_are_those_of_the_package():
 def test_a_disk_that_is_full(free, state, tmp_path, monkeypatch):
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(free))
-    folders = {"workdir": str(tmp_path / "new" / "run"), "cache": None, "temporary": "gs://b/x"}
+    folders = {"workdir": str(tmp_path / "new" / "run"), "cache": None}
     (found,) = diagnosis.check_folders(folders)
     assert found.state == state
     assert ("--workdir" in found.advice) == (state != "ok")
+
+
+@pytest.mark.parametrize(("missing", "state"), [("", "note"), ("gcsfs", "problem")])
+def test_a_bucket_needs_the_packages_that_access_it(missing, state, monkeypatch):
+    found = diagnosis.unmet
+    monkeypatch.setattr(
+        diagnosis,
+        "unmet",
+        lambda need: ["gcsfs is not installed"] if need.name == missing else found(need),
+    )
+    (bucket,) = diagnosis.check_folders({"workdir": "gs://b/x"})
+    assert (bucket.state, ".[gcs]" in bucket.advice) == (state, bool(missing))
 
 
 def test_a_folder_that_is_not_writable(tmp_path, monkeypatch):

@@ -225,8 +225,8 @@ def missing_extra(extra: str, feature: str) -> ConfigError:
       feature: what needs them, as the subject of a sentence ("logging.wandb=True").
     """
     return ConfigError(
-        f"{feature} needs packages that are not installed; install them with "
-        f"pip install '{DISTRIBUTION}[{extra}]', or in a clone with pip install -e '.[{extra}]'"
+        f"{feature} needs packages that are not installed; install them in the clone of podracer "
+        f"with pip install -e '.[{extra}]'"
     )
 
 

@@ -153,7 +153,7 @@ class LoggingConfig:
 
     Attributes:
       tensorboard: write TensorBoard event files into the folder ``tensorboard`` of the workdir.
-      wandb: send metrics to Weights & Biases, which needs ``pip install 'podracer-rl[wandb]'``.
+      wandb: send metrics to Weights & Biases, which needs ``pip install -e '.[wandb]'``.
       wandb_project: name of the project at Weights & Biases.
       wandb_entity: user or team that owns this project; "" is the user's default.
     """

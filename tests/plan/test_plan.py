@@ -169,7 +169,7 @@ def test_impossible_arguments_are_rejected_with_a_one_line_error(arguments, mess
 def test_a_missing_tpu_compiler_is_rejected_with_the_install_command(monkeypatch, capsys):
     monkeypatch.setattr(chips.importlib.util, "find_spec", lambda name: None)
     assert run("--topology=v5e:4x4") == ExitCode.CONFIG
-    assert "pip install 'podracer-rl[tpu]'" in capsys.readouterr().err
+    assert "pip install -e '.[tpu]'" in capsys.readouterr().err
 
 
 def printed(function, plans, capsys):

@@ -199,7 +199,7 @@ def test_unwritable_checkpoints(tmp_path, capsys, nothing_compiles):
 def test_a_tracker_whose_package_is_missing(tmp_path, capsys, monkeypatch, nothing_compiles):
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert run(tmp_path, "--config.logging.wandb") == ExitCode.CONFIG
-    assert "pip install 'podracer-rl[wandb]'" in capsys.readouterr().err
+    assert "pip install -e '.[wandb]'" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

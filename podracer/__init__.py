@@ -4,7 +4,8 @@
 configuration of your own, ``podracer.anakin.train(config, workdir)`` trains in environments written
 in JAX and ``podracer.sebulba.train(config, workdir)`` in host (CPU) environments;
 ``podracer.config.default_config()`` returns a configuration to start from, and
-``podracer.evaluate.evaluate(workdir)`` evaluates a saved run.
+``podracer.evaluate.evaluate(workdir)`` evaluates a saved run, and ``podracer.load_policy(workdir)``
+is its policy.
 """
 
 # Importing JAX takes a second, so everything that needs it is imported where it is first used.
@@ -16,22 +17,25 @@ if TYPE_CHECKING:
 
     from podracer import anakin, config, evaluate, sebulba
     from podracer.training.loop import Result
+    from podracer.training.saved_run import load_policy
 
-__all__ = ["anakin", "config", "evaluate", "sebulba", "train"]
+__all__ = ["anakin", "config", "evaluate", "load_policy", "sebulba", "train"]
 # The version is defined here only; pyproject.toml reads it.
 __version__ = "0.1.0"
 _MODULES = ("anakin", "config", "evaluate", "sebulba")
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public module when it is first used."""
+    """Imports what is public when it is first used."""
     if name in _MODULES:
         return importlib.import_module(f"podracer.{name}")
+    if name == "load_policy":
+        return importlib.import_module("podracer.training.saved_run").load_policy
     raise AttributeError(f"module 'podracer' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_MODULES]
+    return [*globals(), *_MODULES, "load_policy"]
 
 
 def train(

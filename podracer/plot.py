@@ -2,7 +2,7 @@
 
 Writes ``curves.png`` and ``curves.svg`` and prints a table. Runs that differ only in their seed
 form a group, with one curve and one line of the table: the mean over seeds with its 95 % Student-t
-interval.
+interval. The agents of a run with ``num_seeds`` count as as many runs.
 """
 
 import argparse

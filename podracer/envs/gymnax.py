@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -89,7 +90,8 @@ def load(path: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Env
 
     Raises:
       ConfigError: no such module or class, a class that is not a gymnax environment (which
-        is not called), or arguments or parameters that it does not take.
+        is not called), arguments or parameters that it does not take, or an environment that
+        contradicts itself.
     """
     module_name, _, attribute = path.partition(":")
     try:
@@ -109,7 +111,69 @@ def load(path: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Env
             f"{', '.join(old_gymnax.METHODS)} (earlier versions)"
         )
     check_kwargs(path, cls, kwargs)
-    return adapt(cls(**kwargs), path, params)
+    env = cls(**kwargs)
+    try:
+        _check(env, path, change_fields(path, env.default_params, params))
+    except NotImplementedError as error:
+        method = traceback.extract_tb(error.__traceback__)[-1].name
+        raise ConfigError(f"env={path!r} does not define {method}") from error
+    if getattr(cls, "is_truncated", None) is base.is_truncated:
+        _check_limit(env, path, params)
+    return adapt(env, path, params)
+
+
+def _shapes(tree: ArrayTree) -> Any:
+    return jax.tree.map(np.shape, tree)
+
+
+def _shapes_of_space(space: Any) -> Any:
+    if hasattr(space, "spaces"):
+        return {key: _shapes_of_space(inner) for key, inner in space.spaces.items()}
+    return tuple(space.shape)
+
+
+def _check(env: Any, name: str, params: Any) -> None:
+    """Checks that the methods of an environment agree with each other, without running them.
+
+    Raises:
+      ConfigError: they don't.
+    """
+    key = jax.random.key(0)
+    observation, state = jax.eval_shape(env.reset_env, key, params)
+    action = jax.eval_shape(env.action_space(params).sample, key)
+    after = jax.eval_shape(env.step_env, key, state, action, params)
+    if len(after) != 5:
+        raise ConfigError(
+            f"env={name!r}: step_env returns {len(after)} values; they must be observation, state, "
+            "reward, end and a dictionary"
+        )
+    declared, found = _shapes_of_space(env.observation_space(params)), _shapes(observation)
+    if isinstance(observation, jax.ShapeDtypeStruct | dict) and declared != found:
+        raise ConfigError(
+            f"env={name!r} has an observation_space of shape {declared}, but reset_env observes "
+            f"{found}"
+        )
+    for what, first, later in (("observation", observation, after[0]), ("state", state, after[1])):
+        if _shapes(first) != _shapes(later):
+            raise ConfigError(
+                f"env={name!r}: the {what} of reset_env has the shape {_shapes(first)}, that of "
+                f"step_env {_shapes(later)}"
+            )
+
+
+def _check_limit(env: Any, name: str, params: Mapping[str, Any]) -> None:
+    """Checks that episodes of an environment that inherits gymnax' limit have more than one step.
+
+    Raises:
+      ConfigError: they don't.
+    """
+    limit = change_fields(name, env.default_params, params).max_steps_in_episode
+    if limit == env.default_params.max_steps_in_episode == 1:
+        raise ConfigError(
+            f"env={name!r} inherits is_truncated of gymnax, which ends each episode after "
+            "max_steps_in_episode=1 step; define is_truncated, or max_steps_in_episode in its "
+            "parameters"
+        )
 
 
 def _make_render(env: Any, name: str, params: Any) -> Callable[[AutoresetState], np.ndarray]:

@@ -112,6 +112,24 @@ def read_run(workdir: str | os.PathLike[str], metric: str) -> MetricHistory:
     )
 
 
+def read_seeds(workdir: str | os.PathLike[str], metric: str) -> list[MetricHistory]:
+    """One metric of each agent of a run with several seeds, as if each were a run of its own; of
+    other runs, and where a metric is not one of an agent, the run's.
+
+    Raises:
+      ConfigError: as ``read_run`` does.
+    """
+    whole = read_run(workdir, metric)
+    seeds = [whole.seed + i for i in range(whole.config.get("num_seeds", 1))]
+    names = [f"seed_{seed}/{metric}" for seed in seeds]
+    if len(seeds) == 1 or names[0] not in {name for row in read_rows(workdir) for name in row}:
+        return [whole]
+    return [
+        run._replace(seed=seed, config={**run.config, "num_seeds": 1})
+        for seed, run in zip(seeds, (read_run(workdir, name) for name in names), strict=True)
+    ]
+
+
 def group_runs(runs: Sequence[MetricHistory], label: Sequence[str] = ()) -> list[SeedGroup]:
     """Groups runs whose configs differ only in the seed, in the given order.
 

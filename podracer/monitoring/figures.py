@@ -20,7 +20,7 @@ from rich.text import Text
 
 from podracer.errors import ConfigError
 from podracer.monitoring import dashboard
-from podracer.monitoring.curves import INTERVAL, SeedGroup, group_runs, mean_curve, read_run
+from podracer.monitoring.curves import INTERVAL, SeedGroup, group_runs, mean_curve, read_seeds
 from podracer.monitoring.formatting import mean_and_error, number
 from podracer.storage.workdir import LEARNING_CURVE, read_config, read_rows
 
@@ -245,7 +245,7 @@ def plot_runs(
     """
     if smooth < 1:
         raise ConfigError(f"--smooth must be at least 1, got {smooth}")
-    groups = group_runs([read_run(workdir, metric) for workdir in runs], label)
+    groups = group_runs([seed for run in runs for seed in read_seeds(run, metric)], label)
     paths = save(draw(groups, metric, X[x], smooth), out)
     console = Console(highlight=False)
     console.print(tabulate(groups, metric, smooth))

@@ -19,6 +19,7 @@ import jax
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
+from podracer.config import Config
 from podracer.distributed import processes
 from podracer.errors import ConfigError, ExitCode, PreemptedError, run_command, unknown
 from podracer.training.options import Options
@@ -62,10 +63,15 @@ def find_config(name: str) -> pathlib.Path:
     """The config file of this path, or the shipped one of this name.
 
     Raises:
-      ConfigError: there is neither.
+      ConfigError: there is neither, or the file is not one of Python.
     """
     path, shipped = pathlib.Path(name), shipped_configs()
     if path.is_file():
+        if path.suffix not in ("", ".py"):
+            raise ConfigError(
+                f"--config={name} is not a Python file that defines get_config(), such as "
+                "configs/cartpole.py"
+            )
         return path
     if name not in shipped:
         raise unknown("config", name, {*shipped, *map(str, path.parent.glob("*.py"))})
@@ -129,6 +135,10 @@ def _parse(values: flags.FlagValues, argv: Sequence[str]) -> None:
     """Parses all of a command line; raises ``ConfigError`` if something in it is wrong."""
     try:
         rest = values(list(argv))
+    except flags.UnrecognizedFlagError as error:
+        # A setting without the name of the config in front of it.
+        hint = f"; did you mean --config.{error.flagname}?" * hasattr(Config, error.flagname)
+        raise ConfigError(f"{error}{hint}") from error
     except flags.Error as error:
         raise ConfigError(str(error)) from error
     if len(rest) > 1:

@@ -1,6 +1,7 @@
 """One start of a run: what it resumes, writes and prints, and whether it must stop."""
 
 import dataclasses
+import json
 import pathlib
 import sys
 import time
@@ -22,7 +23,7 @@ from podracer.monitoring.figures import draw_run
 from podracer.monitoring.formatting import mean_and_error
 from podracer.monitoring.metrics import Clock
 from podracer.monitoring.profiler import Profile
-from podracer.storage import upgrading
+from podracer.storage import bucket, upgrading
 from podracer.storage import workdir as workdir_lib
 from podracer.storage.checkpoint import Checkpoints, Progress, load_weights
 from podracer.storage.compatibility import check_num_agents, check_same_run
@@ -78,6 +79,7 @@ class Session:
         self._checkpoints: Checkpoints | None = None
         self._rows: list[Row] = []
         self._saved_at = time.monotonic()
+        self._finished = False
         self._profile = Profile(0, None)
         self.stop = StopSignals()
         if options.workdir is None:
@@ -180,7 +182,13 @@ class Session:
         clock.resume(progress.wall_time, progress.seconds)
         step = progress.update * self._sizes.steps_per_update
         progress = self._rewind(progress, step, clock)
-        if progress.update:
+        self._finished = progress.update >= self._sizes.num_updates and progress.pending is None
+        if self._finished:
+            self.log(
+                f"the run is finished, at step {step:,}; raise total_steps to train longer, or "
+                "restart it to start over"
+            )
+        elif progress.update:
             self.log(f"resumed from update {progress.update:,}, step {step:,}")
             if not progress.replay:
                 self.log(
@@ -293,8 +301,14 @@ class Session:
 
     def agree(self, summarize: Callable[[Sequence[Row]], dict[str, Any]]) -> dict[str, Any]:
         """What the first process makes of all rows of metrics, in all processes; JSON can represent
-        it."""
-        return self.processes.broadcast(lambda: summarize(self.rows))
+        it. If the run was finished before this start, which adds nothing to it, its summary."""
+        return self.processes.broadcast(lambda: self._saved_summary() or summarize(self.rows))
+
+    def _saved_summary(self) -> dict[str, Any] | None:
+        if self._files is None or not self._finished:
+            return None
+        path = bucket.locate(self._files.path) / workdir_lib.SUMMARY
+        return json.loads(bucket.read(path)) if bucket.exists(path) else None
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Writes ``summary.json`` and prints a summary."""

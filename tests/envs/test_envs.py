@@ -136,6 +136,48 @@ class Corridor(gymnax.environments.environment.Environment):
         return gymnax.environments.spaces.Box(0, 1, (1,))
 
 
+class Unlimited(Corridor):
+    """A corridor with gymnax' limit, which is 1."""
+
+    is_truncated = gymnax.environments.environment.Environment.is_truncated
+
+
+class Wide(Corridor):
+    def observation_space(self, params):
+        return gymnax.environments.spaces.Box(0, 1, (3,))
+
+
+class Growing(Corridor):
+    def step_env(self, key, state, action, params):
+        observation, *rest = super().step_env(key, state, action, params)
+        return jnp.append(observation, 0), *rest
+
+
+class Old(Corridor):
+    def step_env(self, key, state, action, params):
+        return super().step_env(key, state, action, params)[:4]
+
+
+class Still(gymnax.environments.environment.Environment):
+    def reset_env(self, key, params):
+        return jnp.zeros(1), gymnax.EnvState(time=jnp.int32(0))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Unlimited", "ends each episode after max_steps_in_episode=1 step; define is_truncated"),
+        ("Wide", r"observation_space of shape \(3,\), but reset_env observes \(1,\)"),
+        ("Growing", r"observation of reset_env has the shape \(1,\), that of step_env \(2,\)"),
+        ("Old", "step_env returns 4 values; they must be"),
+        ("Still", "does not define action_space"),
+    ],
+)
+def test_an_own_environment_that_contradicts_itself_is_named(name, message):
+    with pytest.raises(ConfigError, match=message):
+        envs.make_environment(f"{__name__}:{name}", {}, {})
+
+
 class Shop(Corridor):
     """A corridor that is observed as a dictionary, whose first action is only legal at times."""
 
@@ -146,7 +188,8 @@ class Shop(Corridor):
     def observation_space(self, params):
         space = gymnax.environments.spaces
         place = space.Dict({"time": space.Discrete(5)})
-        return space.Dict({"place": place, "shelf": space.Box(0, 1, (2, 2))})
+        mask = space.Box(0, 1, (2,), bool)
+        return space.Dict({"place": place, "shelf": space.Box(0, 1, (2, 2)), "action_mask": mask})
 
 
 class Pair(Corridor):

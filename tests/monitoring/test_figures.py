@@ -3,6 +3,7 @@
 import json
 import math
 import pathlib
+import re
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ from podracer.monitoring.curves import (
     mean_and_interval,
     mean_curve,
     read_run,
+    read_seeds,
 )
 from tests.helpers import is_one_error
 
@@ -94,6 +96,21 @@ def test_runs_that_differ_only_in_their_seed_are_one_group(tmp_path):
         ("agent=vtrace, learning_rate=0.01", 2),
         ("agent=ppo, learning_rate=0.001", 2),
     ]
+
+
+def test_the_agents_of_a_run_with_several_seeds_are_drawn_as_seeds(tmp_path, capsys):
+    rows = returns(5.0, 15.0)
+    for i, row in enumerate(rows):
+        row |= {f"seed_3/{RETURN}": 10.0 * i, f"seed_4/{RETURN}": 10.0 + 10 * i}
+    several = write_run(tmp_path / "several", rows, seed=3, num_seeds=2)
+    one = write_run(tmp_path / "one", returns(0.0, 0.0), seed=7, num_seeds=1)
+    found = read_seeds(several, RETURN)
+    assert [run.seed for run in found] == [3, 4]
+    assert [run.value.tolist() for run in found] == [[0, 10], [10, 20]]
+    # Metrics that are not an agent's are the run's, and a run of one seed joins the others.
+    assert len(read_seeds(several, "time/steps_per_second")) == 1
+    figures.plot_runs([several, one], str(tmp_path / "curves"), RETURN, "both", 1, [])
+    assert re.search(r"ppo +│ +3 ", capsys.readouterr().out)
 
 
 def test_labels_may_name_some_settings_only(tmp_path):

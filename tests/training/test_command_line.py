@@ -54,6 +54,7 @@ BAD = {
     "fraction": (["--config.total_steps=1.5"], "total_steps=1.5: must be a whole number"),
     "not finite": (["--config.discount=nan"], "discount must be a finite number, got nan"),
     "option": (["--workdr=x"], "Did you mean: workdir"),
+    "setting without its prefix": (["--seed=1"], "did you mean --config.seed?"),
     "environments by devices": (
         ["--config.num_envs=12", "--config.cpu_devices=8"],
         "num_envs=12 does not divide evenly over 8",
@@ -116,6 +117,7 @@ CONFIG_ERRORS = {
     "elsewhere/pendulum.py": "unknown config 'elsewhere/pendulum.py'; did you mean pendulum",
     "configs/cartpole.py:slow": "--config=configs/cartpole.py:slow does not fit its get_config(): ",
     "empty.py": "--config=empty.py defines no function get_config()",
+    "config.json": "--config=config.json is not a Python file that defines get_config(), such as",
     "wrong.py": "get_config() of --config=wrong.py must return a ConfigDict, got 3",
     "": "--config is missing; specify a file, as in --config=my_config.py, or the name of a config "
     "that podracer ships: acrobot, atari, brax_ant,",
@@ -127,6 +129,7 @@ def test_configs_that_do_not_exist_or_are_invalid(name, tmp_path, capsys, monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(CARTPOLE.parent)
     (tmp_path / "empty.py").write_text("x = 1\n")
+    (tmp_path / "config.json").write_text("{}\n")
     (tmp_path / "wrong.py").write_text("def get_config():\n    return 3\n")
     assert run(tmp_path, config=name) == ExitCode.CONFIG
     assert capsys.readouterr().err.startswith(f"error: {CONFIG_ERRORS[name]}")

@@ -73,6 +73,7 @@ def test_a_finished_run_is_not_trained_again(tmp_path):
     again = anakin.train(resumable(), tmp_path / "run", quiet=True)
     assert bits(again.weights) == bits(first.weights)
     assert again.metrics == first.metrics
+    assert again.summary == first.summary
     # A longer run is resumed; that its learning rate is annealed differently is the user's choice.
     longer = anakin.train(resumable(total_steps=16 * 8 * 12), tmp_path / "run", quiet=True)
     assert longer.metrics[:10] == first.metrics

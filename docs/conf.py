@@ -41,6 +41,7 @@ NAVIGATION = {
         "docs/guides/network",
         "docs/guides/agent",
         "docs/guides/tuning",
+        "docs/guides/paper",
         "docs/sweeps",
         "docs/learned_updates",
         "docs/averaging",

@@ -1,8 +1,7 @@
 """Draws learning curves: ``python -m podracer.plot WORKDIR ... [--out=curves]``.
 
-Writes ``curves.png`` and ``curves.svg`` and prints a table. Runs that differ only in their seed
-form a group, with one curve and one line of the table: the mean over seeds with its 95 % Student-t
-interval. The agents of a run with ``num_seeds`` count as as many runs.
+Writes ``curves.png`` and ``curves.svg`` and prints a table. Runs that differ only in their seed, as
+the agents of one with ``num_seeds``, have one curve: the mean with its 95 % Student-t interval.
 """
 
 import argparse
@@ -20,7 +19,9 @@ def _command(argv: Sequence[str] | None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs", nargs="+", metavar="WORKDIR", help="workdir of a run")
-    parser.add_argument("--out", default="curves", help="path of the figure, without suffix")
+    parser.add_argument(
+        "--out", default="curves", help="path of the figure, without suffix, or of a .pdf"
+    )
     parser.add_argument(
         "--metric",
         help=f"metric to draw; default: {figures.RETURN}, or of a sweep {figures.EVALUATION}",

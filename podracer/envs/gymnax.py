@@ -17,13 +17,14 @@ from typing import Any
 from urllib.error import URLError
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from podracer.envs import old_gymnax, spaces
 from podracer.envs.arguments import change_fields
 from podracer.envs.autoreset import Arrival, AutoresetState, Episodes, autoreset
 from podracer.errors import ConfigError, TransientError, check_kwargs, missing_extra, unknown
-from podracer.types import Array, ArrayTree, Environment, Spec
+from podracer.types import Array, ArrayTree, Box, Environment, Spec
 
 # Only gymnax's drawing needs these, and they take longer to import than everything else together.
 PLOTTING = ("matplotlib.pyplot", "seaborn")
@@ -129,7 +130,7 @@ def _shapes(tree: ArrayTree) -> Any:
 def _shapes_of_space(space: Any) -> Any:
     if hasattr(space, "spaces"):
         return {key: _shapes_of_space(inner) for key, inner in space.spaces.items()}
-    return tuple(space.shape)
+    return tuple(getattr(space, "shape", ()))
 
 
 def _check(env: Any, name: str, params: Any) -> None:
@@ -140,7 +141,9 @@ def _check(env: Any, name: str, params: Any) -> None:
     """
     key = jax.random.key(0)
     observation, state = jax.eval_shape(env.reset_env, key, params)
-    action = jax.eval_shape(env.action_space(params).sample, key)
+    space = spaces.action_space(env.action_space(params), name)
+    number, shape = (jnp.float32, space.shape) if isinstance(space, Box) else (jnp.int32, ())
+    action = jax.ShapeDtypeStruct(shape, number)
     after = jax.eval_shape(env.step_env, key, state, action, params)
     if len(after) != 5:
         raise ConfigError(

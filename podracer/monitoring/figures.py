@@ -206,7 +206,8 @@ def draw_run(workdir: str | os.PathLike[str]) -> pathlib.Path | None:
 
 
 def save(figure: "Figure", out: str, suffixes: Sequence[str] = (".png", ".svg")) -> list[str]:
-    """Writes a file for each of the suffixes, as ``out.png``, and returns their paths.
+    """Writes a file for each of the suffixes, as ``out.png``, and returns their paths. With a path
+    that ends in .pdf, writes that alone.
 
     Raises:
       ConfigError: a file can't be written.
@@ -214,13 +215,14 @@ def save(figure: "Figure", out: str, suffixes: Sequence[str] = (".png", ".svg"))
     import matplotlib
 
     out = out.removesuffix(".png").removesuffix(".svg")
-    paths = [f"{out}{suffix}" for suffix in suffixes]
+    paths = [out] if out.endswith(".pdf") else [f"{out}{suffix}" for suffix in suffixes]
     try:
         pathlib.Path(out).parent.mkdir(parents=True, exist_ok=True)
         for path in paths:
             # An SVG without a date and random identifiers: the same runs give the same file.
             with matplotlib.rc_context({"svg.hashsalt": "podracer"}):
-                metadata = {"Date": None} if path.endswith(".svg") else None
+                key = {".svg": "Date", ".pdf": "CreationDate"}.get(pathlib.Path(path).suffix)
+                metadata = {key: None} if key else None
                 figure.savefig(path, dpi=200, metadata=metadata)
     except OSError as error:
         raise ConfigError(f"--out={out} is not writable: {error.strerror}") from error

@@ -423,7 +423,7 @@ def test_a_suite_that_is_not_installed_is_named_with_its_extra(name, monkeypatch
     ]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, MODULES[name].partition(".")[0], None)
-    with pytest.raises(ConfigError, match=rf"'{name}:\.\.\.' needs packages .*rl\[{name}\]'"):
+    with pytest.raises(ConfigError, match=rf"'{name}:\.\.\.' needs packages .*-e '\.\[{name}\]'"):
         envs.make_environment(f"{name}:anything", {}, {})
 
 

@@ -162,7 +162,7 @@ def test_the_default_logging_config():
 def test_a_missing_package_is_rejected_before_the_run_starts(monkeypatch):
     writers.check(LoggingConfig(wandb=False))
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"pip install 'podracer-rl\[wandb\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[wandb\]'"):
         writers.check(LoggingConfig(wandb=True))
 
 

@@ -256,7 +256,7 @@ def test_a_slash_that_pathlib_removes_is_restored(store):
 def test_a_missing_package_is_named_before_anything_starts(package, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     for options in ({"workdir": "gs://bucket/run"}, {"init_from": "gs://bucket/run"}):
-        with pytest.raises(errors.ConfigError, match=r"pip install 'podracer-rl\[gcs\]'"):
+        with pytest.raises(errors.ConfigError, match=r"pip install -e '\.\[gcs\]'"):
             anakin.train(make_config(), quiet=True, **options)
 
 

@@ -19,9 +19,7 @@ def _command(argv: Sequence[str] | None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs", nargs="+", metavar="WORKDIR", help="workdir of a run")
-    parser.add_argument(
-        "--out", default="curves", help="path of the figure, without suffix, or of a .pdf"
-    )
+    parser.add_argument("--out", default="curves", help="figure's path, without suffix or .pdf")
     parser.add_argument(
         "--metric",
         help=f"metric to draw; default: {figures.RETURN}, or of a sweep {figures.EVALUATION}",

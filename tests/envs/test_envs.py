@@ -148,13 +148,13 @@ class Wide(Corridor):
 
 
 class Growing(Corridor):
-    def step_env(self, key, state, action, params):
+    def step_env(self, key, state, action, params) -> Any:
         observation, *rest = super().step_env(key, state, action, params)
         return jnp.append(observation, 0), *rest
 
 
 class Old(Corridor):
-    def step_env(self, key, state, action, params):
+    def step_env(self, key, state, action, params) -> Any:
         return super().step_env(key, state, action, params)[:4]
 
 

@@ -16,9 +16,8 @@ from sphinx.application import Sphinx
 from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx.util.osutil import relative_uri
 
-HERE = pathlib.Path(__file__).parent
-ROOT = HERE.parent
-sys.path[:0] = [str(HERE), str(ROOT)]
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
 
 # Sphinx runs this file alone: it is found only on the path above.
 import podracer  # noqa: E402

@@ -73,12 +73,11 @@ def make_sizes(config: Config, num_devices: int, num_threads: int = 0) -> Sizes:
         threads = f" times {num_threads} actor threads (sebulba.threads)" if num_threads else ""
         each = f" of each of {config.averaging.groups} groups" * (config.averaging.groups > 1)
         over = _divisors(num_envs, max(1, num_threads))
+        others = f", and {num_envs} divides over {over} devices" if over else ""
         raise ConfigError(
             f"num_envs={num_envs}{each} does not divide evenly over {in_group} "
             f"{'device' if in_group == 1 else 'devices'}{threads}; "
-            f"{_nearest_multiple(num_envs, divisor)} would"
-            + f", and {num_envs} divides over {over} devices"
-            * bool(over)
+            f"{_nearest_multiple(num_envs, divisor)} would{others}"
         )
     steps_per_update = config.steps_per_update
     updates = math.ceil(config.total_steps / steps_per_update)

@@ -73,3 +73,21 @@ def parameter_names(*functions: Callable[..., Any]) -> list[str]:
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = [x for f in functions for x in inspect.signature(f).parameters.values()]
     return [x.name for x in parameters if x.kind in kinds and x.name != "self"]
+
+
+def import_own(env_id: str, name: str) -> ModuleType:
+    """Imports the module that an environment's id names.
+
+    Args:
+      env_id: the id, for the error.
+      name: the module's name.
+
+    Raises:
+      ConfigError: there is no such module; one that this module imports is an error of its own.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not error.name or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise ConfigError(f"env={env_id!r}: there is no module {error.name!r}") from error

@@ -18,6 +18,7 @@ import numpy as np
 from PIL import Image
 
 from podracer.envs import spaces
+from podracer.envs.arguments import import_own
 from podracer.errors import ConfigError, unknown
 from podracer.types import ArrayTree, HostEnvironment, HostStep, TimeStep
 
@@ -214,23 +215,6 @@ def _is_of(spec: Any, module: str) -> bool:
     return module == (entry.partition(":")[0] if isinstance(entry, str) else entry.__module__)
 
 
-def _import_module_of(name: str) -> None:
-    """Imports the module that registers the environment, if the id names one.
-
-    Raises:
-      ConfigError: there is no such module.
-    """
-    module, colon, _ = name.partition(":")
-    if not colon:
-        return
-    try:
-        importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if not error.name or not f"{module}.".startswith(f"{error.name}."):
-            raise
-        raise ConfigError(f"env='gymnasium:{name}': there is no module {error.name!r}") from error
-
-
 def _check_observation(name: str, env: Any) -> None:
     """Checks a first observation as the processes would, in which the run would fail later.
 
@@ -255,7 +239,9 @@ def _make_one(name: str, kwargs: Mapping[str, Any], pixels: Pixels | None) -> An
       ConfigError: it can't be made, or can't be drawn if ``pixels`` needs that.
     """
     gymnasium = _import()
-    _import_module_of(name)
+    module, colon, _ = name.partition(":")
+    if colon:
+        import_own(f"gymnasium:{name}", module)
     try:
         one = _maker(name, kwargs, None)()
         if pixels is None:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podracer.envs import old_gymnax, spaces
-from podracer.envs.arguments import change_fields
+from podracer.envs.arguments import change_fields, import_own
 from podracer.envs.autoreset import Arrival, AutoresetState, Episodes, autoreset
 from podracer.errors import ConfigError, TransientError, check_kwargs, missing_extra, unknown
 from podracer.types import Array, ArrayTree, Box, Environment, Spec
@@ -95,12 +95,7 @@ def load(path: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Env
         contradicts itself.
     """
     module_name, _, attribute = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if not error.name or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise ConfigError(f"env={path!r}: there is no module {error.name!r}") from error
+    module = import_own(path, module_name)
     if not hasattr(module, attribute):
         raise unknown(f"environment in module {module_name!r}", attribute, vars(module))
     cls = getattr(module, attribute)
@@ -113,13 +108,15 @@ def load(path: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Env
         )
     check_kwargs(path, cls, kwargs)
     env = cls(**kwargs)
+    changed = change_fields(path, env.default_params, params)
     try:
-        _check(env, path, change_fields(path, env.default_params, params))
+        _check(env, path, changed)
     except NotImplementedError as error:
+        # What gymnax's base class does in place of each method that a class does not define.
         method = traceback.extract_tb(error.__traceback__)[-1].name
         raise ConfigError(f"env={path!r} does not define {method}") from error
     if getattr(cls, "is_truncated", None) is base.is_truncated:
-        _check_limit(env, path, params)
+        _check_limit(env, path, changed)
     return adapt(env, path, params)
 
 
@@ -164,14 +161,13 @@ def _check(env: Any, name: str, params: Any) -> None:
             )
 
 
-def _check_limit(env: Any, name: str, params: Mapping[str, Any]) -> None:
+def _check_limit(env: Any, name: str, params: Any) -> None:
     """Checks that episodes of an environment that inherits gymnax' limit have more than one step.
 
     Raises:
       ConfigError: they don't.
     """
-    limit = change_fields(name, env.default_params, params).max_steps_in_episode
-    if limit == env.default_params.max_steps_in_episode == 1:
+    if params.max_steps_in_episode == env.default_params.max_steps_in_episode == 1:
         raise ConfigError(
             f"env={name!r} inherits is_truncated of gymnax, which ends each episode after "
             "max_steps_in_episode=1 step; define is_truncated, or max_steps_in_episode in its "

@@ -120,14 +120,15 @@ def read_seeds(workdir: str | os.PathLike[str], metric: str) -> list[MetricHisto
       ConfigError: as ``read_run`` does, or the run is a sweep, and the metric one of each agent.
     """
     whole = read_run(workdir, metric)
-    if f"member_0/{metric}" in {name for row in read_rows(workdir) for name in row}:
+    known = {name for row in read_rows(workdir) for name in row}
+    if f"member_0/{metric}" in known:
         raise ConfigError(
             f"{workdir} is a sweep, whose agents have different settings; add --sweep, or choose "
             f"one of them: --metric=member_0/{metric}"
         )
     seeds = [whole.seed + i for i in range(whole.config.get("num_seeds", 1))]
     names = [f"seed_{seed}/{metric}" for seed in seeds]
-    if len(seeds) == 1 or names[0] not in {name for row in read_rows(workdir) for name in row}:
+    if len(seeds) == 1 or names[0] not in known:
         return [whole]
     return [
         run._replace(seed=seed, config={**run.config, "num_seeds": 1})

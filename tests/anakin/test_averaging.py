@@ -110,6 +110,7 @@ def on_one_device():
     "changes",
     [
         {"cpu_devices": 2},
+        pytest.param({"cpu_devices": 4}, marks=pytest.mark.slow),
         pytest.param({"cpu_devices": 1, "agents_at_once": 1}, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -20,7 +20,9 @@ LATER = "see Upgrading in podracer's CHANGELOG.md"
 def unpack(name: str, folder: pathlib.Path) -> pathlib.Path:
     """The workdir of an old run."""
     with tarfile.open(FOLDER / f"{name}.tar.gz") as archive:
-        archive.extractall(folder, filter="data")
+        # Not as an argument, which Python 3.11.2, that of Debian 12, does not have.
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)
+        archive.extractall(folder)
     return folder / "run"
 
 

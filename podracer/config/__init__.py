@@ -17,7 +17,7 @@ from podracer.agents.lpg import Config as UpdateRuleConfig
 from podracer.agents.settings import Settings
 from podracer.config import members as members_lib
 from podracer.config.conversion import SettingsDict, from_mapping
-from podracer.config.members import Member
+from podracer.config.members import Member, Point
 from podracer.config.sections import (
     AgentSections,
     AveragingConfig,
@@ -182,23 +182,22 @@ class Config(AgentSections):
                 f"population={self.population} draws points of a sweep, but sweep is empty; "
                 "for agents that differ in their seed alone, set num_seeds"
             )
-        members = self.members
-        points = members[:: self.num_seeds]
+        points = self.points
         if self.selection.every:
-            if int(len(members) * self.selection.share) == 0:
+            if int(len(points) * self.selection.share) == 0:
                 raise ConfigError(
-                    f"selection.share={self.selection.share} of {len(members)} agents is none; "
+                    f"selection.share={self.selection.share} of {len(points)} agents is none; "
                     "train more of them, by sweep and population or num_seeds, or raise it"
                 )
             points += members_lib.ends(self.sweep, self.seed)
         if not self.sweep:
             return
         members_lib.check(points, members_lib.scalars(self, ("replay", self.agent)))
-        for member in points:
+        for point in points:
             try:
-                self.alone(member)
+                self.alone(point.members[0])
             except ConfigError as error:
-                raise ConfigError(f"{member.name} of the sweep, {member.text}: {error}") from error
+                raise ConfigError(f"{point.name} of the sweep, {point.text}: {error}") from error
 
     def _check_groups(self) -> None:
         """Checks what each of several groups trains with as any other config."""
@@ -233,6 +232,14 @@ class Config(AgentSections):
         """The agents of the run."""
         seeds = range(self.seed, self.seed + self.num_seeds)
         return members_lib.expand(self.sweep, self.population, seeds)
+
+    @property
+    def points(self) -> tuple[Point, ...]:
+        """The members in groups that have the same settings throughout training. With selections,
+        which change the settings of each, every member is a point of its own."""
+        size = 1 if self.selection.every else self.num_seeds
+        members = self.members
+        return tuple(Point(members[i : i + size]) for i in range(0, len(members), size))
 
     def alone(self, member: Member) -> "Config":
         """The config of a run that trains this member alone."""

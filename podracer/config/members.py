@@ -7,6 +7,7 @@ points are drawn. Each point is trained with each seed.
 """
 
 import dataclasses
+import difflib
 import itertools
 import math
 import re
@@ -36,16 +37,44 @@ class Member(NamedTuple):
     seed: int
     settings: Mapping[str, float]
 
-    @property
-    def text(self) -> str:
-        """Its own settings and seed, as on a command line."""
-        values = {**self.settings, "seed": self.seed}
-        return " ".join(f"--config.{name}={x}" for name, x in values.items())
-
     def at(self, row: Mapping[str, Any]) -> "Member":
         """The member with its settings at a row of metrics, which selections may have changed."""
         settings = {name: row.get(f"{self.name}/{name}", x) for name, x in self.settings.items()}
         return self._replace(settings=settings)
+
+
+class Point(NamedTuple):
+    """Members with the same settings, whose seeds follow one another."""
+
+    members: tuple[Member, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of its member, or of the first and the last of them."""
+        names = [member.name for member in self.members]
+        return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+
+    @property
+    def settings(self) -> Mapping[str, float]:
+        """The settings that all of its members have."""
+        return self.members[0].settings
+
+    @property
+    def text(self) -> str:
+        """The settings and seeds of its members, as on a command line."""
+        values = {**self.settings, "seed": self.members[0].seed}
+        if len(self.members) > 1:
+            values["num_seeds"] = len(self.members)
+        return " ".join(f"--config.{name}={x}" for name, x in values.items())
+
+    def at(self, row: Mapping[str, Any]) -> "Point":
+        """The point with its members' settings at a row of metrics."""
+        return Point(tuple(member.at(row) for member in self.members))
+
+    def diverged(self, row: Mapping[str, Any]) -> str:
+        """What a report adds to its name if members of it have diverged by a row of metrics."""
+        count = sum(row.get(f"{member.name}/train/diverged") == 1 for member in self.members)
+        return f" ({f'{count} ' * (len(self.members) > 1)}diverged)" if count else ""
 
 
 def expand(sweep: Mapping[str, Any], population: int, seeds: Sequence[int]) -> tuple[Member, ...]:
@@ -89,12 +118,13 @@ def distributions(sweep: Mapping[str, Any]) -> dict[str, Distribution]:
     return {name: x for name, x in parsed.items() if isinstance(x, Distribution)}
 
 
-def ends(sweep: Mapping[str, Any], seed: int) -> tuple[Member, ...]:
-    """Members with the smallest and the largest settings that population-based training may choose,
-    in every combination."""
+def ends(sweep: Mapping[str, Any], seed: int) -> tuple[Point, ...]:
+    """The smallest and the largest settings that population-based training may choose, in every
+    combination."""
     found = distributions(sweep)
-    points = itertools.product(*((x.low, x.high) for x in found.values()))
-    return tuple(Member("an end", seed, dict(zip(found, x, strict=True))) for x in points)
+    values = itertools.product(*((x.low, x.high) for x in found.values()))
+    settings = [dict(zip(found, x, strict=True)) for x in values]
+    return tuple(Point((Member("an end", seed, x),)) for x in settings)
 
 
 def _flatten(sweep: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -108,14 +138,15 @@ def _flatten(sweep: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 def _parse(name: str, values: Any, population: int) -> Distribution | list[float]:
     """The distribution or the list of numbers that a sweep has for a setting."""
-    if isinstance(values, str) and population:
-        return _parse_distribution(name, values)
+    drawn = _parse_distribution(name, values) if isinstance(values, str) else None
+    if drawn and population:
+        return drawn
     numbers = values if isinstance(values, list | tuple) else ()
     if not numbers or not all(type(x) in (int, float) and math.isfinite(x) for x in numbers):
-        drawn = ', or a distribution, "uniform(LOW, HIGH)" or "log_uniform(LOW, HIGH)"'
+        or_drawn = ', or a distribution, "uniform(LOW, HIGH)" or "log_uniform(LOW, HIGH)"'
         raise ConfigError(
-            f"sweep.{name} must be a list of numbers{drawn if population else ''}, got {values!r}"
-            + ("" if population else "; to draw from a distribution, set population to a number")
+            f"sweep.{name} must be a list of numbers{or_drawn * bool(population)}, got {values!r}"
+            + "; to draw from a distribution, set population to a number" * bool(drawn)
         )
     return [float(x) for x in numbers]
 
@@ -132,7 +163,10 @@ def _parse_distribution(name: str, text: str) -> Distribution:
         ) from None
     if not -math.inf < found.low < found.high < math.inf or (found.logarithmic and found.low <= 0):
         positive = " positive" * found.logarithmic
-        raise ConfigError(f"sweep.{name} must be between two{positive} numbers, got {text!r}")
+        raise ConfigError(
+            f"sweep.{name} must be between two{positive} numbers, the smaller one first, "
+            f"got {text!r}"
+        )
     return found
 
 
@@ -165,16 +199,19 @@ def scalars(record: Any, sections: Collection[str], prefix: str = "") -> dict[st
     return found
 
 
-def check(members: Sequence[Member], allowed: Mapping[str, bool]) -> None:
-    """Raises ``ConfigError`` if members differ in a setting that is not among these, see
+def check(points: Sequence[Point], allowed: Mapping[str, bool]) -> None:
+    """Raises ``ConfigError`` if points differ in a setting that is not among these, see
     ``scalars``, or where 0 turns it off for some."""
-    for name in members[0].settings:
+    for name in points[0].settings:
         if name not in allowed:
+            near = difflib.get_close_matches(name, allowed, n=1)
+            near = [x for x in allowed if x.endswith(f".{name}")] or near
+            meant = f"did you mean {near[0]}? " if near else ""
             raise ConfigError(
-                f"sweep.{name} can't differ between agents that learn in one program; settings "
-                f"that can: {', '.join(allowed)}"
+                f"sweep.{name} can't differ between agents that learn in one program; {meant}"
+                f"settings that can: {', '.join(allowed)}"
             )
-        if allowed[name] and any(x.settings[name] <= 0 for x in members):
+        if allowed[name] and any(x.settings[name] <= 0 for x in points):
             raise ConfigError(
                 f"all values of sweep.{name} must be positive: 0 turns it off, which is another "
                 "program"

@@ -10,10 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from podracer import config as config_lib
-from podracer.config.members import Member
+from podracer.config.members import Point
 from podracer.errors import ConfigError, unknown
 from podracer.monitoring import dashboard, figures
-from podracer.monitoring.formatting import number
+from podracer.monitoring.curves import INTERVAL, mean_and_interval
+from podracer.monitoring.formatting import mean_and_error, number
 from podracer.storage import upgrading
 from podracer.storage.workdir import read_config, read_rows, writer
 
@@ -25,25 +26,28 @@ if TYPE_CHECKING:
 LOGARITHMIC = 10
 
 
-class AgentHistory(NamedTuple):
-    """One metric of an agent of a sweep.
+class PointHistory(NamedTuple):
+    """One metric of a point of a sweep: of an agent, or of those that differ in their seed.
 
     Attributes:
-      member: the agent, with the settings that it has at the last row.
-      step: environment steps of each row with a finite value of the metric, ``[N]``.
-      value: the metric, ``[N]``.
-      diverged: whether the agent has diverged by the last row.
+      point: the agents, with the settings that they have at the last row.
+      step: environment steps of each row with a finite value of the metric for all of its agents,
+        ``[N]``.
+      value: the mean of the metric over the agents, ``[N]``.
+      half_width: half the width of the last mean's interval; None with one agent.
+      diverged: what to add to its name if agents have diverged by the last row.
     """
 
-    member: Member
+    point: Point
     step: np.ndarray
     value: np.ndarray
-    diverged: bool
+    half_width: float | None
+    diverged: str
 
 
-def read_sweep(workdir: str | os.PathLike[str], metric: str) -> list[AgentHistory]:
-    """Reads one metric of all agents of a run, finished or not; those without a finite value of it
-    are left out.
+def read_sweep(workdir: str | os.PathLike[str], metric: str) -> list[PointHistory]:
+    """Reads one metric of all points of a sweep, finished or not; those without a finite value of
+    it are left out.
 
     Raises:
       ConfigError: the folder holds no run or a damaged one, no sweep, or no such metric.
@@ -59,35 +63,39 @@ def read_sweep(workdir: str | os.PathLike[str], metric: str) -> list[AgentHistor
     if metric not in known:
         raise ConfigError(f"{workdir}: {unknown('metric', metric, known)}")
     found = []
-    for member in config.members:
-        key = f"{member.name}/{metric}"
-        points = [(row["step"], row[key]) for row in rows if np.isfinite(row.get(key, np.nan))]
-        diverged = rows[-1].get(f"{member.name}/train/diverged") == 1
-        if points:
-            step, value = map(np.array, zip(*points, strict=True))
-            found.append(AgentHistory(member.at(rows[-1]), step, value, diverged))
+    for point in config.points:
+        keys = [f"{member.name}/{metric}" for member in point.members]
+        all_values = np.array([[row.get(key, np.nan) for key in keys] for row in rows])
+        finite = np.isfinite(all_values).all(1)
+        if not finite.any():
+            continue
+        step = np.array([row["step"] for row in rows])[finite]
+        mean, half_width = mean_and_interval(all_values[finite].T)
+        last = None if half_width is None else float(half_width[-1])
+        history = PointHistory(point.at(rows[-1]), step, mean, last, point.diverged(rows[-1]))
+        found.append(history)
     if not found:
         raise ConfigError(f"{metric} of {workdir} is NaN or infinite for all agents")
     return found
 
 
-def best_so_far(agents: Sequence[AgentHistory]) -> tuple[np.ndarray, np.ndarray]:
-    """The steps at which any agent has a value, ``[N]`` increasing, and the largest value that any
+def best_so_far(histories: Sequence[PointHistory]) -> tuple[np.ndarray, np.ndarray]:
+    """The steps at which any point has a value, ``[N]`` increasing, and the largest value that any
     has had by then, ``[N]``."""
-    steps = np.unique(np.concatenate([agent.step for agent in agents]))
+    steps = np.unique(np.concatenate([history.step for history in histories]))
     best = np.full(len(steps), -np.inf)
-    for agent in agents:
-        at = np.searchsorted(steps, agent.step)
-        np.maximum.at(best, at, agent.value)
+    for history in histories:
+        at = np.searchsorted(steps, history.step)
+        np.maximum.at(best, at, history.value)
     return steps, np.maximum.accumulate(best)
 
 
-def draw(agents: Sequence[AgentHistory], metric: str, title: str) -> "Figure":
-    """Draws the settings of the agents as parallel coordinates, coloured by the metric at the end,
+def draw(histories: Sequence[PointHistory], metric: str, title: str) -> "Figure":
+    """Draws the settings of the points as parallel coordinates, coloured by the metric at the end,
     and the best value so far over the steps.
 
     Args:
-      agents: the agents of a sweep.
+      histories: a metric of the points of a sweep.
       metric: name of the metric.
       title: the title of the figure.
     """
@@ -95,10 +103,10 @@ def draw(agents: Sequence[AgentHistory], metric: str, title: str) -> "Figure":
     from matplotlib.figure import Figure
 
     columns = {
-        name: np.array([agent.member.settings[name] for agent in agents])
-        for name in agents[0].member.settings
+        name: np.array([history.point.settings[name] for history in histories])
+        for name in histories[0].point.settings
     }
-    last = np.array([agent.value[-1] for agent in agents])
+    last = np.array([history.value[-1] for history in histories])
     figure = Figure(figsize=(9 + 0.8 * len(columns), 3.8), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(2 + len(columns), 4))
     heights = [
@@ -110,13 +118,14 @@ def draw(agents: Sequence[AgentHistory], metric: str, title: str) -> "Figure":
     for i in np.argsort(last):
         line = [height[i] for height in heights]
         left.plot(range(len(line)), line, color=colors[i], linewidth=1.2, alpha=0.8)
-        right.plot(agents[i].step, agents[i].value, color=colors[i], linewidth=0.7, alpha=0.6)
+        right.plot(histories[i].step, histories[i].value, color=colors[i], linewidth=0.7, alpha=0.6)
     left.set_xlim(-0.3, len(columns) + 0.5)
     left.set_axis_off()
-    steps, best = best_so_far(agents)
+    steps, best = best_so_far(histories)
     right.step(steps, best, where="post", color="black", linewidth=1.8, label="best so far")
     figures.format_x(right, "step")
-    right.set_ylabel(metric)
+    seeds = len(histories[0].point.members)
+    right.set_ylabel(metric if seeds == 1 else f"{metric}, mean over {seeds} seeds")
     right.spines[["top", "right"]].set_visible(False)
     right.legend(fontsize="small", frameon=False)
     figure.suptitle(title, fontsize="medium")
@@ -138,21 +147,21 @@ def _axis(axes: "Axes", x: int, name: str, values: np.ndarray) -> np.ndarray:
     return heights
 
 
-def tabulate(agents: Sequence[AgentHistory], metric: str) -> Table:
-    """A table with a row for each agent, the best one first: its settings, and the metric at the
+def tabulate(histories: Sequence[PointHistory], metric: str) -> Table:
+    """A table with a row for each point, the best one first: its settings, and the metric at the
     end and at its maximum."""
-    settings = list(agents[0].member.settings)
-    table = Table(caption=metric, caption_justify="left")
-    for name in ("agent", "seed", *settings, "final", "best"):
+    settings = list(histories[0].point.settings)
+    seeds = len(histories[0].point.members)
+    over = f", mean over {seeds} seeds and its {INTERVAL}" * (seeds > 1)
+    table = Table(caption=f"{metric}{over}", caption_justify="left")
+    for name in ("agent" if seeds == 1 else "agents", *settings, "final", "best"):
         table.add_column(name, justify="right", no_wrap=True)
-    for agent in sorted(agents, key=lambda x: -x.value[-1]):
-        member = agent.member
+    for history in sorted(histories, key=lambda x: -x.value[-1]):
         table.add_row(
-            Text(f"{member.name}{' (diverged)' * agent.diverged}"),
-            str(member.seed),
-            *(f"{member.settings[name]:.4g}" for name in settings),
-            number(agent.value[-1]),
-            number(agent.value.max()),
+            Text(f"{history.point.name}{history.diverged}"),
+            *(f"{history.point.settings[name]:.4g}" for name in settings),
+            mean_and_error(history.value[-1], history.half_width),
+            number(history.value.max()),
         )
     return table
 
@@ -160,7 +169,7 @@ def tabulate(agents: Sequence[AgentHistory], metric: str) -> Table:
 def plot_sweep(
     runs: Sequence[str], out: str, metric: str, x: str, smooth: int, label: Sequence[str]
 ) -> None:
-    """Draws a sweep into ``out.png`` and ``out.svg``; prints its agents and the best one's flags.
+    """Draws a sweep into ``out.png`` and ``out.svg``; prints its points and the best one's flags.
 
     Args:
       runs: the workdir of the sweep.
@@ -177,11 +186,11 @@ def plot_sweep(
     if (x, smooth, list(label)) != ("both", 1, []):
         raise ConfigError("--x, --smooth and --label have no effect with --sweep; leave them out")
     (workdir,) = runs
-    agents = read_sweep(workdir, metric)
-    figure = draw(agents, metric, dashboard.title(read_config(workdir)["config"]))
+    histories = read_sweep(workdir, metric)
+    figure = draw(histories, metric, dashboard.title(read_config(workdir)["config"]))
     paths = figures.save(figure, out)
     console = Console(highlight=False)
-    console.print(tabulate(agents, metric))
-    best = max(agents, key=lambda x: x.value[-1]).member
-    for line in (f"the best one: {best.name}, {best.text}", f"written: {' and '.join(paths)}"):
+    console.print(tabulate(histories, metric))
+    best = max(histories, key=lambda x: x.value[-1]).point
+    for line in (f"the best: {best.name}, {best.text}", f"written: {' and '.join(paths)}"):
         console.print(line, markup=False, soft_wrap=True)

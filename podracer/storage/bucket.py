@@ -6,6 +6,7 @@ the end, and from time to time so that progress can be followed. Orbax writes ch
 """
 
 import errno
+import logging
 import os
 import pathlib
 import shutil
@@ -55,7 +56,14 @@ def locate(path: epath.PathLike) -> epath.Path:
         raise missing_extra("gcs", f"workdir {text!r}") from error
     # Otherwise a process that lists a folder never sees what others write there afterwards.
     fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
+    logging.getLogger("gcsfs").addFilter(_is_not_raised)
     return epath.Path(f"gs://{bucket}/{folder}")
+
+
+def _is_not_raised(record: logging.LogRecord) -> bool:
+    """Whether gcsfs only logs this. It logs the traceback of each request that fails, and raises
+    the error as well, which is retried and reported in one line."""
+    return record.module != "retry"
 
 
 def resolve(path: epath.PathLike) -> epath.Path:

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,15 +20,17 @@ from podracer.acting.policy import Policy
 from podracer.acting.rendering import FrameRecorder
 from podracer.acting.statistics import Episodes, summarize
 from podracer.config import Config
+from podracer.config.members import Member
 from podracer.config.sizes import auto_cpu_devices
 from podracer.distributed import mesh as mesh_lib
 from podracer.envs import permission
 from podracer.errors import ConfigError
+from podracer.monitoring.figures import EVALUATION
 from podracer.monitoring.formatting import mean_and_error, number
 from podracer.storage import checkpoint, upgrading
 from podracer.storage.workdir import read_config, read_rows, writer
 from podracer.training import builder
-from podracer.types import Agent, Array, HostEnvironment, Weights
+from podracer.types import Agent, Array, HostEnvironment, Row, Weights
 from podracer.xla_cpu import prng
 
 # The default maximum number of frames in a GIF: 24 seconds, enough for a whole CartPole episode.
@@ -119,12 +121,25 @@ class SavedRun(NamedTuple):
     update: int
 
 
+def _best_member(workdir: epath.PathLike, members: Sequence[Member], rows: Sequence[Row]) -> int:
+    """The number of the agent with the largest return in the last evaluation of these rows."""
+    if len(members) == 1:
+        return 0
+    names = [f"{member.name}/{EVALUATION}" for member in members]
+    evaluations = [row for row in rows if names[0] in row]
+    if not evaluations:
+        raise ConfigError(
+            f"--member=best: {workdir} has no evaluation up to these weights; give a number"
+        )
+    return int(np.argmax([evaluations[-1][name] for name in names]))
+
+
 def read(
-    workdir: epath.PathLike, member: int, weights: str | int, allow_env: str | None
+    workdir: epath.PathLike, member: int | str, weights: str | int, allow_env: str | None
 ) -> SavedRun:
     """Reads a run's config; nothing that the config names is imported or opened.
 
-    ``weights`` is as of ``checkpoint.find``.
+    ``weights`` is as of ``checkpoint.find``, ``member`` as of ``evaluate``.
 
     Raises:
       ConfigError: the folder is not a run, the run has no such member or weights, or its
@@ -134,19 +149,22 @@ def read(
     with upgrading.explained(writer(content)):
         config = config_lib.parse(content["config"])
     permission.check_permission(config.env, config.env_kwargs, allow_env)
-    members = config.members
-    if not 0 <= member < len(members):
+    members, update = config.members, checkpoint.find(workdir, weights)
+    step = update * config.steps_per_update
+    rows = []
+    if member == "best" or config.selection.every:
+        rows = [row for row in read_rows(workdir) if row["step"] <= step]
+    if member == "best":
+        member = _best_member(workdir, members, rows)
+    if str(member) not in map(str, range(len(members))):
         raise ConfigError(
-            f"--member={member} must be from 0 to {len(members) - 1}: the run has "
+            f"--member={member} must be best, or from 0 to {len(members) - 1}: the run has "
             f"{len(members)} agents"
         )
-    update, found = checkpoint.find(workdir, weights), members[member]
-    if config.selection.every:
-        step = update * config.steps_per_update
-        before = [row for row in read_rows(workdir) if row["step"] <= step]
-        found = found.at(before[-1] if before else {})
+    number = int(member)
+    found = members[number].at(rows[-1] if rows else {})
     on_host = content["architecture"] == "sebulba"
-    return SavedRun(config.alone(found), on_host, len(members), member, update)
+    return SavedRun(config.alone(found), on_host, len(members), number, update)
 
 
 def load_weights(workdir: epath.PathLike, run: SavedRun, agent: Agent) -> Weights:
@@ -185,7 +203,7 @@ def evaluate(
     workdir: epath.PathLike,
     *,
     weights: str = "last",
-    member: int = 0,
+    member: int | str = 0,
     num_episodes: int | None = None,
     greedy: bool | None = None,
     seed: int | None = None,
@@ -202,8 +220,9 @@ def evaluate(
     Args:
       workdir: workdir of a run of either architecture.
       weights: "last", or "best" according to the run's evaluations.
-      member: which agent of a run with several, from 0. The default is the first and not the
-        best, whose returns would be biased by the choice.
+      member: which agent of a run with several: a number, from 0, or "best" for the one with the
+        largest return in the run's last evaluation of these weights. With the run's seed the best
+        one plays the episodes that it was chosen by; another ``seed`` avoids that bias.
       num_episodes: number of episodes; None takes the run's evaluation.episodes.
       greedy: act without exploration, see ``EvaluationConfig``; None takes the run's setting.
       seed: seed of episodes and sampled actions; None takes the member's own.
@@ -238,7 +257,7 @@ def evaluate(
         "env": config.env,
         "agent": config.agent,
         "weights": weights,
-        "member": member,
+        "member": run.member,
         "num_agents": run.num_agents,
         "update": run.update,
         "env_steps": run.update * config.steps_per_update,
@@ -267,7 +286,7 @@ def load_policy(
     workdir: epath.PathLike,
     *,
     weights: str = "last",
-    member: int = 0,
+    member: int | str = 0,
     greedy: bool | None = None,
     seed: int = 0,
     allow_env: str | None = None,
@@ -277,7 +296,7 @@ def load_policy(
     Args:
       workdir: workdir of a run of either architecture.
       weights: "last", or "best" according to the run's evaluations.
-      member: which agent of a run with several, from 0.
+      member: which agent of a run with several: a number, from 0, or "best", see ``evaluate``.
       greedy: act without exploration, see ``EvaluationConfig``; None takes the run's setting
         for evaluations.
       seed: seed of sampled actions.

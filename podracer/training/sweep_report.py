@@ -1,20 +1,24 @@
-"""What a sweep has found: its members, the best of them, and whom that one descends from."""
+"""What a sweep has found: its members, the best settings, and the best member's ancestors."""
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from podracer.config import Config
 from podracer.config.members import Member
+from podracer.monitoring.curves import INTERVAL, mean_and_interval
+from podracer.monitoring.formatting import mean_and_error
 from podracer.types import Row
 
-# Members that are shown.
+# Points that are shown.
 SHOWN = 5
 
 
 def make_report(config: Config, rows: Sequence[Row]) -> dict[str, Any]:
     """What the summary of a sweep or a population has in addition: settings and final evaluation of
-    each member, the number of the best one, its ancestors if there were selections, and what to
-    print.
+    each member, the number of the best one, its ancestors if there were selections, the mean of
+    each point with several seeds, and what to print.
 
     Args:
       config: the run's configuration.
@@ -23,7 +27,8 @@ def make_report(config: Config, rows: Sequence[Row]) -> dict[str, Any]:
     last, selects = rows[-1], config.selection.every > 0
     if not config.sweep and not selects:
         return {}
-    members = [member.at(last) for member in config.members]
+    points = [point.at(last) for point in config.points]
+    members = [member for point in points for member in point.members]
     found = [
         {
             "name": member.name,
@@ -34,18 +39,27 @@ def make_report(config: Config, rows: Sequence[Row]) -> dict[str, Any]:
         }
         for member in members
     ]
-    order = sorted(range(len(found)), key=lambda i: -found[i]["eval_return_mean"])
+    returns = np.array([x["eval_return_mean"] for x in found]).reshape(len(points), -1)
+    means, half_widths = mean_and_interval(returns.T)
+    errors = [None] * len(points) if half_widths is None else half_widths.tolist()
+    best = int(returns.argmax())
+    report: dict[str, Any] = {"members": found, "best_member": best}
     title = "the best members, each with the flags that train it alone:"
     if selects:
         title = "the best members, each with its settings at the end:"
+    elif config.num_seeds > 1:
+        title = f"the best settings, by the mean over {config.num_seeds} seeds and its {INTERVAL}:"
+        report["points"] = [
+            {**point.settings, "eval_return_mean": mean, "eval_return_interval": error}
+            for point, mean, error in zip(points, means.tolist(), errors, strict=True)
+        ]
     lines = [
-        f"  {found[i]['eval_return_mean']:>10.4g}  {members[i].name}: "
-        f"{members[i].text}{' (diverged)' * found[i]['diverged']}"
-        for i in order[:SHOWN]
+        f"  {mean_and_error(float(means[i]), errors[i]):>10}  "
+        f"{points[i].name}: {points[i].text}{points[i].diverged(last)}"
+        for i in np.argsort(-means, kind="stable")[:SHOWN]
     ]
-    report: dict[str, Any] = {"members": found, "best_member": order[0]}
     if selects:
-        report["lineage"] = lineage = find_lineage(order[0], members, rows)
+        report["lineage"] = lineage = find_lineage(best, members, rows)
         before = [f"{members[x['member']].name} from step {x['step']:,}" for x in lineage]
         lines.append(f"the best one was {', '.join(before)}")
     return {**report, "report": "\n".join([title, *lines])}

@@ -13,6 +13,7 @@ from podracer.config import members
 from podracer.config.sizes import auto_cpu_devices, make_sizes
 from podracer.errors import ConfigError, DivergedError
 from podracer.training import command_line
+from podracer.training.sweep_report import make_report
 from tests.agents.test_battery import ROWS
 from tests.helpers import ROOT, make_config
 
@@ -60,12 +61,15 @@ def value_of(record, name: str) -> float:
 
 def test_a_grid_has_every_combination_with_each_seed():
     sweep = {"learning_rate": [1e-3, 1e-4], "ppo": {"clip": (0.1, 0.3)}}
-    found = make_config(sweep=sweep, num_seeds=2, seed=5).members
+    whole = make_config(sweep=sweep, num_seeds=2, seed=5)
+    found = whole.members
     assert [(x.seed, *x.settings.values()) for x in found] == [
         (seed, rate, clip) for rate in (1e-3, 1e-4) for clip in (0.1, 0.3) for seed in (5, 6)
     ]
     assert [x.name for x in found] == [f"member_{i}" for i in range(8)]
-    assert found[7].text == "--config.learning_rate=0.0001 --config.ppo.clip=0.3 --config.seed=6"
+    assert [x.members for x in whole.points] == [found[i : i + 2] for i in (0, 2, 4, 6)]
+    flags = "--config.learning_rate=0.0001 --config.ppo.clip=0.3 --config.seed=5"
+    assert whole.points[3].text == f"{flags} --config.num_seeds=2"
     assert make_config(num_seeds=2).members[1] == members.Member("seed_1", 1, {})
 
 
@@ -101,16 +105,17 @@ def test_points_are_drawn_from_lists_and_distributions():
     ("changes", "message"),
     [
         ({"sweep": {"num_envs": [8, 16]}}, "sweep.num_envs can't differ .* that can: ppo.gae_lam"),
-        ({"sweep": {"ppo": {"clipp": [0.1]}}}, "sweep.ppo.clipp can't differ"),
+        ({"sweep": {"ppo": {"clipp": [0.1]}}}, "sweep.ppo.clipp can't .* did you mean ppo.clip?"),
+        ({"sweep": {"clip": [0.1]}}, "sweep.clip can't differ .* did you mean ppo.clip?"),
         ({"sweep": {"dqn": {"huber": [1.0]}}}, "sweep.dqn.huber can't differ"),
         ({"sweep": {"ppo": 3}}, "sweep.ppo must be a list of numbers, got 3"),
         ({"sweep": {"discount": []}}, r"sweep.discount must be a list of numbers, got \[\]"),
         ({"sweep": {"discount": [0.9, 2]}}, "member_1 .*discount=2.0 .*must be in .0, 1., got 2.0"),
         ({"sweep": {"discount": "uniform(0, 1)"}}, "to draw from a distribution, set population"),
         ({"sweep": {"ppo": {"value_clip": [0, 1]}}}, "sweep.ppo.value_clip must be positive: 0"),
-        ({"sweep": {"discount": "normal(0,1)"}, "population": 2}, "LOW, HIGH.* got 'normal"),
-        ({"sweep": {"discount": "uniform(1,0)"}, "population": 2}, "between two numbers, got"),
-        ({"sweep": {"epsilon": "log_uniform(0,1)"}, "population": 2}, "two positive numbers, got"),
+        ({"sweep": {"discount": "normal(0,1)"}}, "LOW, HIGH.* got 'normal"),
+        ({"sweep": {"discount": "uniform(1,0)"}, "population": 2}, "the smaller one first, got"),
+        ({"sweep": {"epsilon": "log_uniform(0,1)"}, "population": 2}, "two positive numbers, the"),
         ({"population": 4}, "population=4 draws points of a sweep, but sweep is empty"),
         ({"population": -1}, "population must not be negative, got -1"),
     ],
@@ -200,7 +205,23 @@ def test_each_member_is_the_single_run_with_its_settings(agent, sweep, tmp_path)
     returns = [x["eval_return_mean"] for x in found]
     assert together.summary["best_member"] == int(np.argmax(returns))
     assert [x["seed"] for x in found] == [3] * len(found)
-    assert whole.members[int(np.argmax(returns))].text in together.summary["report"]
+    assert whole.points[int(np.argmax(returns))].text in together.summary["report"]
+
+
+def test_the_best_settings_are_those_with_the_largest_mean_over_seeds():
+    """And not those of the best agent, which is of the second point."""
+    whole = config(sweep={"learning_rate": [0.25, 0.5]}, num_seeds=3)
+    returns = [4.0, 5.0, 6.0, 9.0, 1.0, 2.0]
+    row = {f"member_{i}/eval/episode_return": x for i, x in enumerate(returns)}
+    report = make_report(whole, [{"step": 0, "member_4/train/diverged": 1.0, **row}])
+    assert [x["eval_return_mean"] for x in report["points"]] == [5, 4]
+    # 4.303 is Student's t with two degrees of freedom; the seeds' deviation is 1.
+    assert report["points"][0]["eval_return_interval"] == pytest.approx(4.303 / 3**0.5, rel=1e-3)
+    assert report["best_member"] == 3
+    _, first, second = report["report"].splitlines()
+    flags = "--config.learning_rate=0.25 --config.seed=0 --config.num_seeds=3"
+    assert first == f"  5.000 ± 2.484  member_0 to member_2: {flags}"
+    assert second.endswith("--config.num_seeds=3 (1 diverged)")
 
 
 def test_one_that_diverges_learns_no_more_and_the_others_go_on(tmp_path):

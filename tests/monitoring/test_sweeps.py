@@ -40,8 +40,25 @@ def workdir(tmp_path):
 def test_agents_are_read_with_their_settings(workdir):
     agents = sweeps.read_sweep(workdir(), EVALUATION)
     assert [list(agent.value) for agent in agents] == [*RETURNS[:3], [3.0]]
-    assert [agent.diverged for agent in agents] == [False, False, False, True]
-    assert agents[2].member.settings == {"learning_rate": 1e-2, "ppo.clip": 0.1}
+    assert [agent.diverged for agent in agents] == ["", "", "", " (diverged)"]
+    assert agents[2].point.settings == {"learning_rate": 1e-2, "ppo.clip": 0.1}
+
+
+def test_points_with_several_seeds_are_compared_by_their_mean(workdir, tmp_path, capsys):
+    """The second point has the agent with the largest return, and another one that diverges, up to
+    whose last row its mean is known."""
+    folder = workdir(sweep={"learning_rate": [0.25, 0.5]}, num_seeds=2)
+    first, second = sweeps.read_sweep(folder, EVALUATION)
+    assert list(first.value) == [1.5, 3.5, 3]
+    # Student's t for two values: 12.706 times their distance over two.
+    assert first.half_width == pytest.approx(12.706, rel=1e-4)
+    assert (list(second.step), list(second.value)) == ([100], [1.5])
+    assert plot.main([folder, "--sweep", f"--out={tmp_path / 'figure'}"]) == 0
+    printed = capsys.readouterr().out
+    assert "3.00 ± 12.71" in printed
+    assert "member_2 to member_3 (1 diverged)" in printed
+    flags = "--config.learning_rate=0.25 --config.seed=0 --config.num_seeds=2"
+    assert f"the best: member_0 to member_1, {flags}" in printed
 
 
 def test_settings_are_those_after_the_last_selection(workdir):
@@ -51,7 +68,7 @@ def test_settings_are_those_after_the_last_selection(workdir):
     with open(f"{folder}/metrics.jsonl", "a") as file:
         row = {"step": 400, "wall_time": 4.0, "member_1/learning_rate": 0.75}
         file.write(json.dumps(row) + "\n")
-    settings = [x.member.settings["learning_rate"] for x in sweeps.read_sweep(folder, EVALUATION)]
+    settings = [x.point.settings["learning_rate"] for x in sweeps.read_sweep(folder, EVALUATION)]
     assert settings[1] == 0.75
     assert 0.75 not in (settings[0], settings[2])
 
@@ -76,7 +93,7 @@ def test_the_figure_has_a_line_for_each_agent_and_an_axis_for_each_setting(workd
 
 
 def test_one_value_for_all_agents_is_drawn(workdir):
-    folder = workdir(sweep={"learning_rate": [1e-3]}, num_seeds=4)
+    folder = workdir(sweep={"learning_rate": [1e-3] * 4})
     left, _ = sweeps.draw(sweeps.read_sweep(folder, EVALUATION), EVALUATION, "").axes
     lines = [list(x.get_ydata()) for x in left.lines if len(x.get_xdata()) == 2]
     assert [line[0] for line in lines if line != [0, 1]] == [0.5] * 4
@@ -89,7 +106,7 @@ def test_the_command_prints_the_agents_and_the_flags_of_the_best(workdir, tmp_pa
     assert names == ["member_2", "member_0", "member_3", "member_1"]
     assert "member_3 (diverged)" in printed
     flags = "--config.learning_rate=0.01 --config.ppo.clip=0.1 --config.seed=0"
-    assert f"the best one: member_2, {flags}" in printed
+    assert f"the best: member_2, {flags}" in printed
     for suffix in ("png", "svg"):
         assert (tmp_path / f"figure.{suffix}").stat().st_size > 1000
 

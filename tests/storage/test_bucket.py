@@ -1,5 +1,6 @@
 """Workdirs in a bucket, with an emulator of Google Cloud Storage: they behave as folders do."""
 
+import asyncio
 import contextlib
 import json
 import math
@@ -12,7 +13,9 @@ import tempfile
 import time
 from pathlib import Path
 
+import aiohttp
 import fsspec
+import gcsfs.retry
 import google.cloud.storage
 import jax
 import pytest
@@ -246,6 +249,15 @@ def test_errors_at_the_start_are_final_only_if_the_user_must_act(error, expected
     monkeypatch.setattr(google.cloud.storage.Client, "get_bucket", fail)
     with pytest.raises(expected, match=f"is not writable: .*{error.args[0]}"):
         begin(run)
+
+
+def test_an_error_that_gcsfs_raises_is_not_logged_as_well(store, caplog):
+    async def fail():
+        raise aiohttp.ClientError("no route to host")
+
+    with pytest.raises(aiohttp.ClientError, match="no route"):
+        asyncio.run(gcsfs.retry.retry_request(retries=1)(fail)())
+    assert not caplog.records
 
 
 def test_a_slash_that_pathlib_removes_is_restored(store):

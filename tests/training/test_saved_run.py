@@ -186,7 +186,7 @@ BAD = {
     "seed": (["--seed=-1"], "seed must not be negative, got -1"),
     "frames": (["--gif_frames=1"], "--gif_frames=1 must be 2 or more"),
     "flag": (["--gif_frame=3"], "Unknown command line flag 'gif_frame'"),
-    "member": (["--member=1"], "--member=1 must be from 0 to 0: the run has 1 agents"),
+    "member": (["--member=1"], "--member=1 must be best, or from 0 to 0: the run has 1 agents"),
     "extra": (["everything"], "unexpected arguments: everything"),
     "not a GIF": (["--gif=out.mp4"], "--gif=out.mp4 must end in .gif, as out.gif does"),
     "a file in the way": (["--gif=config.json/out.gif"], "can't be written"),
@@ -282,7 +282,9 @@ def test_the_checkpoints_of_each_member_of_a_run_are_evaluated(
     assert files(tmp_path / "run") == left, "evaluating must only read"
     assert not caplog.records, "a library warned, about what users can't change"
     assert command("--workdir=run", "--member=2") == ExitCode.CONFIG
-    assert "--member=2 must be from 0 to 1" in capsys.readouterr().err
+    assert "--member=2 must be best, or from 0 to 1" in capsys.readouterr().err
+    assert command("--workdir=run", "--member=best", "--json") == ExitCode.OK
+    assert json.loads(capsys.readouterr().out)["member"] == int(np.argmax(own))
 
     policy = saved_run.load_policy("run", member=1)
     second = jax.tree.map(lambda x: x[1], run.weights)

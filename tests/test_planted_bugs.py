@@ -97,6 +97,7 @@ def test_each_patch_applies():
         apply(patch, ROOT, "--check")
 
 
+@pytest.mark.slow
 def test_each_patch_names_a_test(tmp_path):
     """Given a test that does not exist beside others of its function, pytest runs the others."""
     named = {patch.name: named_test(patch) for patch in PATCHES}

@@ -11,7 +11,7 @@ import os
 import pathlib
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -27,6 +27,8 @@ from podracer.storage.workdir import LEARNING_CURVE, read_config, read_rows
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from podracer.types import Row
 
 RETURN, EVALUATION = "train/episode_return", "eval/episode_return"
 # The axes for each value of --x.
@@ -170,8 +172,8 @@ def notes(groups: Sequence[SeedGroup], metric: str) -> Iterator[str]:
 def draw_run(workdir: str | os.PathLike[str]) -> pathlib.Path | None:
     """Draws a run's learning curve into its workdir.
 
-    The figure shows the returns of training episodes and the evaluations with their standard
-    deviation over episodes.
+    The figure shows the returns of training episodes and the evaluations: of one agent with the
+    standard deviation over episodes, of several the means over agents with their interval.
 
     Args:
       workdir: workdir of the run, a local folder.
@@ -187,15 +189,16 @@ def draw_run(workdir: str | os.PathLike[str]) -> pathlib.Path | None:
     figure, (axes,) = _new_axes(6, 3.4)
     marker = "." if len(train) == 1 else None
     axes.plot(*zip(*train, strict=True), marker=marker, color=COLORS[0], label="training")
-    evaluation = [
-        (row["step"], row[EVALUATION], row[f"{EVALUATION}_std"])
-        for row in rows
-        if EVALUATION in row
-    ]
-    if evaluation:
+    band = _with_spread(rows, RETURN, "interval")
+    low, high = band.y - band.spread, band.y + band.spread
+    axes.fill_between(band.x, low, high, color=COLORS[0], alpha=0.2, linewidth=0)
+    several = any(f"{EVALUATION}_interval" in row for row in rows)
+    evaluation = _with_spread(rows, EVALUATION, "interval" if several else "std")
+    if len(evaluation.x):
         label = f"evaluation ± std over {config['evaluation']['episodes']} episodes"
-        x, y, deviation = zip(*evaluation, strict=True)
-        axes.errorbar(x, y, deviation, fmt="o", ms=4, capsize=3, color=COLORS[1], label=label)
+        if several:
+            label = f"evaluation; means over agents and their {INTERVAL}"
+        axes.errorbar(*evaluation, fmt="o", ms=4, capsize=3, color=COLORS[1], label=label)
     format_x(axes, "step")
     axes.set_ylabel("episode return")
     axes.set_title(dashboard.title(config), fontsize="medium")
@@ -203,6 +206,21 @@ def draw_run(workdir: str | os.PathLike[str]) -> pathlib.Path | None:
     path = pathlib.Path(workdir) / LEARNING_CURVE
     figure.savefig(path, dpi=150)
     return path
+
+
+class Spread(NamedTuple):
+    """A metric at N steps, ``x``, and its spread there, ``[N]`` each."""
+
+    x: np.ndarray
+    y: np.ndarray
+    spread: np.ndarray
+
+
+def _with_spread(rows: "Sequence[Row]", metric: str, spread: str) -> Spread:
+    """The rows that have a metric and its spread, "std" or "interval"."""
+    names = ("step", metric, f"{metric}_{spread}")
+    found = [[row[name] for name in names] for row in rows if names[2] in row]
+    return Spread(*np.array(found, float).reshape(-1, 3).T)
 
 
 def save(figure: "Figure", out: str, suffixes: Sequence[str] = (".png", ".svg")) -> list[str]:

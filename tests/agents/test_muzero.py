@@ -165,7 +165,10 @@ def test_the_loss_is_that_of_the_paper():
     np.testing.assert_allclose(aux.metrics["reanalyzed"], 0)
 
 
-@pytest.mark.parametrize(("bootstrap", "reanalyze"), [("target", 0.0), ("search", 0.25)])
+@pytest.mark.parametrize(
+    ("bootstrap", "reanalyze"),
+    [("target", 0.0), pytest.param("search", 0.25, marks=pytest.mark.slow)],
+)
 def test_the_target_network_refreshes_what_the_actor_found(bootstrap, reanalyze):
     """Values of all items, or policies and values of a quarter of each eight."""
     config, agent, model = make_agent(

@@ -76,7 +76,8 @@ def test_the_outer_step_is_diloco_in_numpy():
         assert (metrics["averaging/apart"] > 1) == (len(living) > 1)
 
 
-@pytest.mark.parametrize("agent", ["vtrace", pytest.param("dqn", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("agent", ["vtrace", "dqn"])
 def test_averages_of_every_step_of_sgd_are_synchronous_training(agent, monkeypatch):
     sgd = optax.sgd(1e-3)
     monkeypatch.setattr(builder, "make_optimizer", lambda config, agent: sgd)
@@ -106,12 +107,13 @@ def on_one_device():
     return anakin.train(config(cpu_devices=1), quiet=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
         {"cpu_devices": 2},
-        pytest.param({"cpu_devices": 4}, marks=pytest.mark.slow),
-        pytest.param({"cpu_devices": 1, "agents_at_once": 1}, marks=pytest.mark.slow),
+        {"cpu_devices": 4},
+        {"cpu_devices": 1, "agents_at_once": 1},
     ],
     ids=str,
 )
@@ -155,6 +157,7 @@ def test_a_group_that_diverges_has_no_part_and_goes_on_from_the_others():
         rows.check_finite(jax.device_get(metrics.learner.losses), 0, program.sizes)
 
 
+@pytest.mark.slow
 def test_resumed_is_never_stopped(tmp_path, monkeypatch, capsys):
     def run(workdir, *more):
         flags = [

@@ -68,6 +68,7 @@ def test_the_gradient_of_a_rule_is_that_of_finite_differences():
     assert products[0] > 1e-3
 
 
+@pytest.mark.slow
 def test_agents_on_two_devices_learn_one_rule():
     """Also in what agents do next, and when they are replaced."""
     run, found = config(updates_per_call=4), []

@@ -62,14 +62,13 @@ def shared_programs(monkeypatch):
     monkeypatch.setattr(trainer, "compile_program", shared_compile)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
         {},
-        *(
-            pytest.param(x, marks=pytest.mark.slow)
-            for x in ({"agent": "vtrace", "network__core": "gru"}, MUZERO)
-        ),
+        {"agent": "vtrace", "network__core": "gru"},
+        MUZERO,
     ],
     ids=str,
 )
@@ -116,6 +115,7 @@ def test_no_batch_of_matrices_is_factored_at_the_start(core):
     assert not [x for x in operands if re.search(r"tensor<\d+x\d+x\d+x", x)], operands
 
 
+@pytest.mark.slow
 def test_a_profile_is_written(tmp_path, capsys, shared_programs):
     anakin.train(config(), tmp_path, profile=2)
     assert "a trace of 2 updates is in" in capsys.readouterr().out

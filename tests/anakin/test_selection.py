@@ -73,7 +73,8 @@ def test_the_best_count_by_their_rank(share):
         np.testing.assert_allclose(found, weights_by_rank(scores, share), atol=1e-6)
 
 
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
 def test_an_evolution_strategy_draws_settings_around_the_mean_of_the_best(devices):
     """Beside a loop over the rows: with a selection after each call, all that it knows is there."""
     changes = {**POPULATION, "cpu_devices": devices, "population": 8, "updates_per_call": 2}
@@ -130,7 +131,8 @@ def test_a_selection_waits_for_an_episode_of_every_living_agent():
     assert due([1, 0], [True, False], 99)
 
 
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 4])
 def test_copies_have_the_weights_of_others_and_settings_close_to_theirs(devices):
     """Without learning, weights show whose they are."""
     changes = {**POPULATION, "cpu_devices": devices, "population": 8}
@@ -172,11 +174,12 @@ def on_one_device():
     return anakin.train(config(**{**POPULATION, "cpu_devices": 1}), quiet=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
         {"cpu_devices": 2, "agents_at_once": 1},
-        pytest.param({"cpu_devices": 4}, marks=pytest.mark.slow),
+        {"cpu_devices": 4},
     ],
     ids=str,
 )
@@ -199,7 +202,8 @@ def test_one_that_has_diverged_goes_on_from_the_best():
     assert any(1 in x and x[x.index(1) :].count(0) for x in diverged), diverged
 
 
-@pytest.mark.parametrize("rule", ["copy", pytest.param("evolution", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["copy", "evolution"])
 def test_resumed_is_never_stopped(rule, tmp_path, monkeypatch, capsys):
     def run(workdir, *more):
         changes = ["population=4", "selection.every=1", f"selection.rule={rule}"]
@@ -237,6 +241,7 @@ def test_resumed_is_never_stopped(rule, tmp_path, monkeypatch, capsys):
     assert "selection.every=1, not 0, which can't change" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_agents_that_differ_in_their_seed_are_selected():
     changes = {"num_seeds": 4, "sweep": {}, "population": 0, "selection": {"every": 1}}
     result = anakin.train(config(**{**POPULATION, **changes}), quiet=True)

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from rich.console import Console
 
@@ -335,6 +336,23 @@ def test_draw_run_shows_training_and_evaluations(tmp_path, monkeypatch):
     np.testing.assert_array_equal(evaluation.get_xydata(), [[200, 20], [400, 40]])
     np.testing.assert_array_equal(deviation.get_segments()[1], [[400, 39.5], [400, 40.5]])
     assert axes.get_title() == "ppo on gymnax:CartPole-v1, seed 7"
+
+
+def test_draw_run_shows_the_interval_over_agents(tmp_path, monkeypatch):
+    rows = returns(1.0, 2.0)
+    for row in rows:
+        row[f"{figures.RETURN}_interval"] = 0.25
+    rows[1] |= {figures.EVALUATION: 7.0, f"{figures.EVALUATION}_std": 0.5}
+    rows[1][f"{figures.EVALUATION}_interval"] = 3.0
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    figures.draw_run(write_run(tmp_path / "a", rows, num_seeds=3))
+    (axes,) = drawn[0].axes
+    (band,) = [x for x in axes.collections if isinstance(x, PolyCollection)]
+    corners = {tuple(x) for x in band.get_paths()[0].vertices}
+    assert {(100, 0.75), (100, 1.25), (200, 1.75), (200, 2.25)} <= corners
+    _, _, (error,) = axes.containers[0]
+    np.testing.assert_array_equal(error.get_segments()[0], [[200, 4], [200, 10]])
 
 
 def test_draw_run_without_an_episode_draws_nothing(tmp_path):

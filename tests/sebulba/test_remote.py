@@ -182,6 +182,7 @@ def test_workers_are_told_that_the_run_is_over():
     assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_several_devices_get_unrolls_of_their_own_environments():
     split = {"sebulba__actor_devices": (0,), "sebulba__learner_devices": (1, 2)}
     with remote(**split, sebulba__threads=2, remote__num_envs=16) as run:
@@ -197,6 +198,7 @@ def test_several_devices_get_unrolls_of_their_own_environments():
     assert all(len(x) == 1 for x in threads_of)
 
 
+@pytest.mark.slow
 def test_a_replay_buffer_holds_the_steps_of_an_environment_in_their_order(tmp_path):
     """With one worker of few environments, an update has several unrolls of each, from both of the
     trajectories that one actor thread has collected."""

@@ -68,6 +68,7 @@ def best(workdir, result) -> int:
     return checkpoint.load_weights(workdir, "best", jax.eval_shape(lambda: result.weights))[1]
 
 
+@pytest.mark.slow
 def test_an_evaluation_after_an_interrupted_one_saves_the_best_weights(tmp_path, monkeypatch):
     # The signal interrupts the evaluation after update 4, whose weights turn out to be the best.
     config = resumable(checkpoint__keep=1)
@@ -81,9 +82,8 @@ def test_an_evaluation_after_an_interrupted_one_saves_the_best_weights(tmp_path,
     assert best(tmp_path / "run", result) == 4
 
 
-@pytest.mark.parametrize(
-    "last", [pytest.param(7.0, id="best", marks=pytest.mark.slow), pytest.param(3.0, id="not best")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("last", [7.0, 3.0], ids=["best", "not best"])
 def test_an_interrupted_last_evaluation_is_done_once(last, tmp_path, monkeypatch):
     config = resumable(total_steps=16 * 8 * 8)
     left = play(monkeypatch, 5.0, last)

@@ -133,6 +133,7 @@ def check_run(train, config, workdir, monkeypatch) -> None:
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_of_anakin_makes_no_copy_that_is_not_allowed(accelerator, tmp_path, monkeypatch):
     check_run(anakin.train, resumable(**CONFIG), tmp_path / "run", monkeypatch)
 

@@ -145,8 +145,8 @@ def test_the_run_s_own_last_evaluation_is_reproduced(train, changes, tmp_path, m
     [
         # gymnax shows no state after a termination.
         ("gymnax:CartPole-v1", 500, 0),
-        ("gymnax:Breakout-MinAtar", 3, 1),
-        ("envpool:Pong-v5", 40, 1),
+        pytest.param("gymnax:Breakout-MinAtar", 3, 1, marks=pytest.mark.slow),
+        pytest.param("envpool:Pong-v5", 40, 1, marks=pytest.mark.slow),
         ("envpool:LunarLander-v3", 6, 1),
         ("gymnasium:CartPole-v1", 500, 1),
     ],

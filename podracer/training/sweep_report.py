@@ -59,7 +59,7 @@ def make_report(config: Config, rows: Sequence[Row]) -> dict[str, Any]:
         for i in np.argsort(-means, kind="stable")[:SHOWN]
     ]
     if selects:
-        report["lineage"] = lineage = find_lineage(best, members, rows)
+        report["lineage"] = lineage = find_lineage(best, config.members, rows)
         before = [f"{members[x['member']].name} from step {x['step']:,}" for x in lineage]
         lines.append(f"the best one was {', '.join(before)}")
     return {**report, "report": "\n".join([title, *lines])}
@@ -67,19 +67,20 @@ def make_report(config: Config, rows: Sequence[Row]) -> dict[str, Any]:
 
 def find_lineage(
     number: int, members: Sequence[Member], rows: Sequence[Row]
-) -> list[dict[str, int]]:
+) -> list[dict[str, Any]]:
     """The members that an agent descends from, in the order of time: each ``member`` with the
-    ``step`` from which on it was that one.
+    ``step`` from which on it was that one, and the settings that it had then.
 
     Args:
       number: its number at the end.
-      members: the members of the run.
+      members: the members of the run, with their first settings.
       rows: all rows of metrics.
     """
-    found: list[dict[str, int]] = []
+    found: list[dict[str, Any]] = []
     for row in reversed(rows):
-        parent = int(row.get(f"{members[number].name}/parent", number))
+        member = members[number]
+        parent = int(row.get(f"{member.name}/parent", number))
         if parent != number:
-            found.append({"step": int(row["step"]), "member": number})
+            found.append({"step": int(row["step"]), "member": number, **member.at(row).settings})
             number = parent
-    return [{"step": 0, "member": number}, *reversed(found)]
+    return [{"step": 0, "member": number, **members[number].settings}, *reversed(found)]

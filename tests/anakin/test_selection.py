@@ -250,14 +250,18 @@ def test_agents_that_differ_in_their_seed_are_selected():
 
 
 def test_ancestors_are_found_in_the_rows():
-    population = make_config(num_seeds=3).members
+    population = make_config(sweep={"discount": [0.1, 0.2, 0.3]}).members
     rows = [
-        {"step": 10},
-        {"step": 20, "seed_0/parent": 0, "seed_1/parent": 0, "seed_2/parent": 2},
-        {"step": 30, "seed_0/parent": 0, "seed_1/parent": 1, "seed_2/parent": 2},
-        {"step": 40, "seed_0/parent": 0, "seed_1/parent": 1, "seed_2/parent": 1},
+        {"step": step, **{f"member_{i}/parent": parent for i, parent in enumerate(parents)}}
+        for step, parents in ((10, ()), (20, (0, 0, 2)), (30, (0, 1, 2)), (40, (0, 1, 1)))
     ]
-    expected = [{"step": 0, "member": 0}, {"step": 20, "member": 1}, {"step": 40, "member": 2}]
+    rows[1]["member_1/discount"] = 0.4
+    rows[3]["member_2/discount"] = 0.5
+    expected = [
+        {"step": 0, "member": 0, "discount": 0.1},
+        {"step": 20, "member": 1, "discount": 0.4},
+        {"step": 40, "member": 2, "discount": 0.5},
+    ]
     assert find_lineage(2, population, rows) == expected
     assert find_lineage(0, population, rows) == expected[:1]
 

@@ -24,6 +24,7 @@ The slice:
   --self_delete            let worker 0 delete the slice when the run has ended, in case this launcher
                            has been killed; the slice's service account needs roles/tpu.admin
   --keep                   do not delete the slice at the end; it is billed until it is deleted
+  --dry_run                only check these options, and show the request and what each worker would run
 
 The program:
   --source=SOURCE          the code to train with: the folder of a git repository, whose tracked files
@@ -58,7 +59,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 name='' zone='' accelerator_type='' runtime_version='' source=$(dirname "$here")
 install="python3 -m pip install --quiet uv && python3 -m uv venv --quiet --python=3.12 &&
   python3 -m uv pip install --quiet -e '.[tpu,gcs,sebulba,remote]'"
-keep=false self_delete=false
+keep=false self_delete=false dry_run=false
 max_restarts=3 backoff=30 retry_for=600 patience=1800 report_timeout=1200 poll=15
 create_flags=(--quiet) project=() ssh=(compute tpus tpu-vm ssh) ssh_flags=(--quiet)
 while (($#)); do
@@ -72,6 +73,7 @@ while (($#)); do
     --create_flag=*) create_flags+=("${1#*=}") ;;
     --self_delete) self_delete=true ;;
     --keep) keep=true ;;
+    --dry_run) dry_run=true ;;
     --source=*) source=${1#*=} ;;
     --install=*) install=${1#*=} ;;
     --internal_ip) ssh_flags+=(--internal-ip) ;;
@@ -179,7 +181,13 @@ delete() {
   ours=false
 }
 
-write_scripts() { # COMMAND ...: the scripts that run when a worker boots and when it shuts down
+prepare() { # COMMAND ...: sets the request for the slice, and writes the scripts that its workers run
+  # The description tells this slice from one that another launcher creates under the same name.
+  creation=(
+    queued-resources create "$name" --node-id="$name" --accelerator-type="$accelerator_type"
+    --runtime-version="$runtime_version" --description="$launch" "${create_flags[@]}"
+    --metadata-from-file="startup-script=$files/startup,shutdown-script=$files/shutdown"
+  )
   {
     printf '#!/usr/bin/env bash\nname=%q\nlaunch=%q\nsource=%q\n' "$name" "$launch" "$source"
     printf 'install=%q\nself_delete=%q\n' "$install" "$self_delete"
@@ -200,10 +208,7 @@ SCRIPT
 request() { # requests the slice; sets ours
   say "requesting $name, $accelerator_type in $zone"
   ours=true # from here on: an interrupted request may still create the slice
-  # The description tells this slice from one that another launcher creates under the same name.
-  ! tpus queued-resources create "$name" --node-id="$name" --accelerator-type="$accelerator_type" \
-    --runtime-version="$runtime_version" --description="$launch" "${create_flags[@]}" \
-    --metadata-from-file="startup-script=$files/startup,shutdown-script=$files/shutdown" || return 0
+  ! tpus "${creation[@]}" || return 0
   # A failed request may have created the slice all the same. As long as that is unknown, it is ours.
   local owner
   owner=$(retry describe 'value(tpu.nodeSpec[0].node.description)') || return 1
@@ -261,19 +266,28 @@ service account allowed to write there?"
   done
 }
 
+folder=''
+[[ ! -d $source ]] || { folder=$source && source=$launches/source.tar.gz; }
+if $dry_run; then
+  launch=$launches/slice-0
+  prepare "$@"
+  printf '%q ' gcloud compute tpus "${creation[@]}" "${where[@]}" && echo
+  echo "# where $files/startup, which each worker runs as it boots, is:"
+  cat "$files/startup"
+  exit
+fi
 now=$(state) || { say "error: cannot read the state of $name from Google Cloud" && exit 1; }
 [[ $now == NOT_FOUND ]] || reject "$name already exists in $zone (state $now); choose another --name, \
 or delete it: gcloud compute tpus queued-resources delete $name --force ${where[*]}"
-if [[ -d $source ]]; then
-  commit=$(git -C "$source" stash create) # empty if there are no uncommitted changes
-  git -C "$source" archive --format=tar.gz --output="$files/source.tar.gz" "${commit:-HEAD}"
-  gcloud storage cp --quiet "$files/source.tar.gz" "$launches/source.tar.gz"
-  source=$launches/source.tar.gz
+if [[ -n $folder ]]; then
+  commit=$(git -C "$folder" stash create) # empty if there are no uncommitted changes
+  git -C "$folder" archive --format=tar.gz --output="$files/source.tar.gz" "${commit:-HEAD}"
+  gcloud storage cp --quiet "$files/source.tar.gz" "$source"
 fi
 has_run=false failures=0
 for ((slice = 0; ; slice++)); do
   launch=$launches/slice-$slice code='' now=''
-  write_scripts "$@"
+  prepare "$@"
   ! request || watch
   [[ -z $code ]] || break
   stop_logs

@@ -254,6 +254,17 @@ def test_tpu_vm_creates_installs_trains_and_deletes(cloud):
     assert not list((cloud / "slices").iterdir())
 
 
+def test_tpu_vm_shows_what_it_would_do(cloud):
+    code, output, errors = finished(tpu_vm(cloud, [], "--dry_run", "--spot"))
+    assert (code, errors) == (0, "")
+    assert not calls(cloud), "a dry run must not reach the cloud"
+    request, _, *script = output.splitlines()
+    assert request.startswith("gcloud compute tpus queued-resources create pod ")
+    assert {"--spot", "--project=project"} <= set(shlex.split(request))
+    assert re.search(r"^source=gs://bucket/.*/source\.tar\.gz$", output, re.MULTILINE)
+    subprocess.run(["bash", "-n"], input="\n".join(script), text=True, check=True)
+
+
 def test_tpu_vm_trains_from_a_git_repository(cloud):
     source = f"--source=file://{cloud.parent / 'source'}#HEAD"
     code, _, errors = finished(tpu_vm(cloud, [[0, 0]], source))

@@ -38,6 +38,8 @@ X_LABELS = {"step": "environment steps", "wall_time": "wall-clock time (s)"}
 # with other dashes.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 DASHES = ("-", "--", ":", "-.")
+# Labels with more characters do not fit into a table of a terminal.
+LONG_LABEL = 60
 
 
 def _new_axes(width: float, height: float, panels: int = 1) -> "tuple[Figure, list[Axes]]":
@@ -155,7 +157,13 @@ def tabulate(groups: Sequence[SeedGroup], metric: str, smooth: int = 1) -> Table
 
 
 def notes(groups: Sequence[SeedGroup], metric: str) -> Iterator[str]:
-    """Warnings about unfinished runs and values that are not drawn."""
+    """Warnings about unfinished runs, values that are not drawn, and labels too long to read."""
+    longest = max((group.label for group in groups), key=len)
+    if len(longest) > LONG_LABEL:
+        yield (
+            "labels name all settings that differ between groups; choose some of them, as in "
+            f"--label={longest.partition('=')[0]}"
+        )
     for run in (run for group in groups for run in group.runs):
         if run.steps < run.total_steps:
             yield (

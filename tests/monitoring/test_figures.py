@@ -221,6 +221,16 @@ def test_a_metric_of_few_rows(tmp_path, capsys):
     assert "7.000 ± 0.000" in capsys.readouterr().out
 
 
+def test_labels_too_long_to_read_can_be_chosen(tmp_path, capsys):
+    settings = [{f"section_{i}": {"setting": 10**j} for i in range(4)} for j in (1, 2)]
+    runs = [write_run(tmp_path / str(j), **x) for j, x in enumerate(settings)]
+    arguments = [*runs, f"--out={tmp_path / 'curves'}"]
+    assert plot.main(arguments) == ExitCode.OK
+    assert "choose some of them, as in --label=section_0.setting" in capsys.readouterr().out
+    assert plot.main([*arguments, "--label=section_0.setting"]) == ExitCode.OK
+    assert "choose some" not in capsys.readouterr().out
+
+
 def test_unfinished_runs_and_nan_are_drawn_with_a_warning(tmp_path, capsys):
     rows = returns(0.0, None, 20.0, 25.0)
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", rows, seed=1, total_steps=900)]

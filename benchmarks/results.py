@@ -30,7 +30,7 @@ FOLDER = results_lines.ROOT / "runs" / "results"
 
 def train(task: Task, seed: int, folder: pathlib.Path, cores: Sequence[int]) -> int:
     """Trains a task with a seed on some cores, appends its line, and returns the exit code."""
-    workdir = folder / f"{task.name}-{seed}"
+    workdir = folder / task.folder(seed)
     command = task.command(seed)
     shown = shlex.join(["python", *command])
     print(shown, flush=True)

@@ -1,5 +1,6 @@
 """What is trained for docs/results.md: tasks, in sets, beside returns that others publish."""
 
+import zlib
 from typing import NamedTuple
 
 
@@ -38,8 +39,15 @@ class Task(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The config and its changes, in a form that may name a folder."""
+        """The config and its changes, without separators of paths."""
         return "-".join([self.config, *self.changes]).replace("/", "_").replace(":", "_")
+
+    def folder(self, seed: int) -> str:
+        """The name of the folder of the run with this seed, which file systems limit to 255 bytes."""
+        name = self.name
+        if len(name) > 200:
+            name = f"{name[:190]}-{zlib.crc32(name.encode()):08x}"
+        return f"{name}-{seed}"
 
     def command(self, seed: int) -> list[str]:
         """The arguments after ``python`` of the run with this seed, without its workdir."""

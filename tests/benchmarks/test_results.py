@@ -45,6 +45,12 @@ def test_the_page_and_the_readme_are_made_from_the_lines(lines, page):
     assert page.readme_table(*read) in page.README.read_text()
 
 
+def test_every_run_has_a_folder_of_its_own_whose_name_is_short_enough(tasks):
+    names = [task.folder(seed) for task in tasks.values() for seed in range(task.seeds)]
+    assert len(set(names)) == len(names)
+    assert max(len(name.encode()) for name in names) <= 255
+
+
 @pytest.mark.slow
 def test_the_figures_are_made_from_the_lines(lines, page, tasks, tmp_path, monkeypatch):
     read = lines.read_lines(lines.LINES)

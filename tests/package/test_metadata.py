@@ -97,6 +97,14 @@ def test_workflows_run_all_checks(name):
         assert re.fullmatch(r"actions/[a-z-]+@v\d+", action["uses"])
 
 
+def test_planted_bugs_are_looked_for_every_week():
+    content = yaml.safe_load((ROOT / ".github" / "workflows" / "planted_bugs.yml").read_text())
+    assert "schedule" in content[True]
+    *_, last = content["jobs"]["check"]["steps"]
+    assert last["run"].startswith("pytest -m slow ")
+    assert (ROOT / last["run"].split()[-1]).exists()
+
+
 def test_issue_forms_ask_for_something():
     forms = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
     assert [form.stem for form in forms] == ["bug_report", "feature_request"]

@@ -43,7 +43,7 @@ class Task(NamedTuple):
         return "-".join([self.config, *self.changes]).replace("/", "_").replace(":", "_")
 
     def folder(self, seed: int) -> str:
-        """The name of the folder of the run with this seed, which file systems limit to 255 bytes."""
+        """The name of the folder of the run with this seed, of at most 255 bytes."""
         name = self.name
         if len(name) > 200:
             name = f"{name[:190]}-{zlib.crc32(name.encode()):08x}"

@@ -71,7 +71,7 @@ class Point(NamedTuple):
         """The point with its members' settings at a row of metrics."""
         return Point(tuple(member.at(row) for member in self.members))
 
-    def diverged(self, row: Mapping[str, Any]) -> str:
+    def remark(self, row: Mapping[str, Any]) -> str:
         """What a report adds to its name if members of it have diverged by a row of metrics."""
         count = sum(row.get(f"{member.name}/train/diverged") == 1 for member in self.members)
         return f" ({f'{count} ' * (len(self.members) > 1)}diverged)" if count else ""

@@ -35,14 +35,14 @@ class PointHistory(NamedTuple):
         ``[N]``.
       value: the mean of the metric over the agents, ``[N]``.
       half_width: half the width of the last mean's interval; None with one agent.
-      diverged: what to add to its name if agents have diverged by the last row.
+      remark: what to add to its name if agents have diverged by the last row.
     """
 
     point: Point
     step: np.ndarray
     value: np.ndarray
     half_width: float | None
-    diverged: str
+    remark: str
 
 
 def read_sweep(workdir: str | os.PathLike[str], metric: str) -> list[PointHistory]:
@@ -72,7 +72,7 @@ def read_sweep(workdir: str | os.PathLike[str], metric: str) -> list[PointHistor
         step = np.array([row["step"] for row in rows])[finite]
         mean, half_width = mean_and_interval(all_values[finite].T)
         last = None if half_width is None else float(half_width[-1])
-        history = PointHistory(point.at(rows[-1]), step, mean, last, point.diverged(rows[-1]))
+        history = PointHistory(point.at(rows[-1]), step, mean, last, point.remark(rows[-1]))
         found.append(history)
     if not found:
         raise ConfigError(f"{metric} of {workdir} is NaN or infinite for all agents")
@@ -158,7 +158,7 @@ def tabulate(histories: Sequence[PointHistory], metric: str) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for history in sorted(histories, key=lambda x: -x.value[-1]):
         table.add_row(
-            Text(f"{history.point.name}{history.diverged}"),
+            Text(f"{history.point.name}{history.remark}"),
             *(f"{history.point.settings[name]:.4g}" for name in settings),
             mean_and_error(history.value[-1], history.half_width),
             number(history.value.max()),

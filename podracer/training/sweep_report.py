@@ -55,7 +55,7 @@ def make_report(config: Config, rows: Sequence[Row]) -> dict[str, Any]:
         ]
     lines = [
         f"  {mean_and_error(float(means[i]), errors[i]):>10}  "
-        f"{points[i].name}: {points[i].text}{points[i].diverged(last)}"
+        f"{points[i].name}: {points[i].text}{points[i].remark(last)}"
         for i in np.argsort(-means, kind="stable")[:SHOWN]
     ]
     if selects:

@@ -40,7 +40,7 @@ def workdir(tmp_path):
 def test_agents_are_read_with_their_settings(workdir):
     agents = sweeps.read_sweep(workdir(), EVALUATION)
     assert [list(agent.value) for agent in agents] == [*RETURNS[:3], [3.0]]
-    assert [agent.diverged for agent in agents] == ["", "", "", " (diverged)"]
+    assert [agent.remark for agent in agents] == ["", "", "", " (diverged)"]
     assert agents[2].point.settings == {"learning_rate": 1e-2, "ppo.clip": 0.1}
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from podracer.config import Config
 from podracer.config.members import Member
 from podracer.monitoring.curves import INTERVAL, mean_and_interval
+from podracer.monitoring.figures import EVALUATION
 from podracer.monitoring.formatting import mean_and_error
 from podracer.types import Row
 
@@ -34,7 +35,7 @@ def make_report(config: Config, rows: Sequence[Row]) -> dict[str, Any]:
             "name": member.name,
             "seed": member.seed,
             **member.settings,
-            "eval_return_mean": last[f"{member.name}/eval/episode_return"],
+            "eval_return_mean": last[f"{member.name}/{EVALUATION}"],
             "diverged": last.get(f"{member.name}/train/diverged") == 1,
         }
         for member in members

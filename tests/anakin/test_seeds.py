@@ -15,6 +15,7 @@ from podracer.config.sizes import make_sizes
 from podracer.errors import ConfigError
 from podracer.monitoring import dashboard
 from tests.helpers import make_config
+from tests.training.resuming import MUZERO
 
 SEEDS = 3
 
@@ -67,6 +68,7 @@ def shared_programs(monkeypatch):
     [
         {},
         {"agent": "vtrace", "network__core": "gru"},
+        MUZERO,
     ],
     ids=str,
 )

@@ -57,9 +57,11 @@ def test_two_processes_agree_train_and_fail_together(tmp_path):
     ("architecture", "agent", "count", "learners"),
     [
         ("anakin", "dqn", 2, 4),
+        ("anakin", "muzero", 2, 4),
         ("anakin", "vtrace", 4, 8),
         # Each host has one actor and one learner.
         ("sebulba", "dqn", 2, 2),
+        ("sebulba", "ppo", 2, 2),
         ("sebulba", "vtrace", 4, 4),
     ],
 )

@@ -115,14 +115,14 @@ def test_two_runs_in_one_workdir(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_kills_change_nothing(tmp_path):
-    """``kill -9`` at six random moments, each time resumed by the same command, with a replay."""
+def test_ten_kills_change_nothing(tmp_path):
+    """``kill -9`` at ten random moments, each time resumed by the same command, with a replay."""
     changes = ["--config.agent=dqn", *REPLAY]
     whole_run = command(tmp_path / "whole", *changes)
     subprocess.run(whole_run, cwd=ROOT, check=True, capture_output=True)
     rng = np.random.default_rng(0)
     kills = 0
-    while kills < 6:
+    while kills < 10:
         with start(tmp_path / "run", *changes) as run:
             # At a new row, between two saves or in one; and by turns anywhere in the time that a
             # run takes to its first new row: in the imports, the compilation, the restore.
@@ -140,7 +140,7 @@ def test_kills_change_nothing(tmp_path):
             run.communicate()
         if run.returncode == 0:
             break
-    assert kills == 6, "the run was over before it was killed six times"
+    assert kills == 10, "the run was over before it was killed ten times"
     last_run = command(tmp_path / "run", *changes)
     subprocess.run(last_run, cwd=ROOT, check=True, capture_output=True)
     whole, killed = (last_arrays(tmp_path / name) for name in ("whole", "run"))

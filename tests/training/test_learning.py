@@ -76,13 +76,18 @@ def test_a_minute_of_sebulba_holds_its_memory(tmp_path):
             "--config=configs/cartpole.py",
             "--config.env=envpool:CartPole-v1",
             "--config.total_steps=10_000_000_000",
-            "--config.updates_per_call=100",
+            # A signal waits for the end of a call.
+            "--config.updates_per_call=10",
             f"--workdir={tmp_path}/run",
             "--quiet",
         ],
         cwd=ROOT,
     )
     try:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        while not (metrics.exists() and metrics.read_text()):
+            assert run.poll() is None
+            time.sleep(0.5)
         used = []
         for _ in range(60):
             time.sleep(1)
@@ -91,7 +96,7 @@ def test_a_minute_of_sebulba_holds_its_memory(tmp_path):
             used.append(int(pages) * os.sysconf("SC_PAGE_SIZE") / 2**20)
     finally:
         run.send_signal(signal.SIGINT)
-        assert run.wait(30) == 130
+        assert run.wait(120) == 130
     print([round(x) for x in used])
     # Rows of metrics are kept in memory, a few kilobytes each.
     assert max(used[30:]) < max(used[:30]) + 10

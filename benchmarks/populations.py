@@ -77,6 +77,20 @@ COMPARISONS = {
         ),
         kinds={FIXED: (), COPIED: ("selection.every=4",)},
     ),
+    "asterix": Comparison(
+        config="minatar",
+        changes=(
+            "env=gymnax:Asterix-MinAtar",
+            "total_steps=1_000_000",
+            "network.hidden=(64,64)",
+            "population=8",
+            "sweep.learning_rate=log_uniform(1e-4,1e-2)",
+            "sweep.discount=uniform(0.95,0.999)",
+            "sweep.entropy_cost=log_uniform(1e-4,1e-1)",
+            "sweep.ppo.gae_lambda=uniform(0.8,1)",
+        ),
+        kinds={FIXED: (), COPIED: ("selection.every=4",)},
+    ),
 }
 
 

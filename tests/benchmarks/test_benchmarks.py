@@ -39,6 +39,22 @@ def test_anakin(load, capsys):
     assert result["versions"].keys() == {"podracer", "jax", "flax"}
 
 
+def test_speed_beside_purejaxrl_alternates_and_divides(load, capsys, monkeypatch):
+    speed = load("purejaxrl_speed")
+    measured = []
+
+    def measure(program, path, size):
+        measured.append((program.__name__, size))
+        return {"podracers": 3e5, "purejaxrls": 1e5 * len(measured)}[program.__name__]
+
+    monkeypatch.setattr(speed, "measure_alone", measure)
+    speed.main(["PATH", "--rounds=2"])
+    assert [program for program, _ in measured[:4]] == ["podracers", "purejaxrls"] * 2
+    assert [size for _, size in measured[::4]] == list(speed.SIZES)
+    row = capsys.readouterr().out.splitlines()[2]
+    assert row == "| CartPole-v1 | 4 x 128 | 300 K, 300 K | 200 K, 400 K | 1.50, 0.75 |"
+
+
 @pytest.mark.slow
 def test_resets(load, capsys):
     pytest.importorskip("jumanji", reason="the suite is not installed: pip install -e '.[jumanji]'")

@@ -145,10 +145,16 @@ def make(name: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Env
     """One world of a family, whose number is ``env_kwargs.world``.
 
     Raises:
-      ConfigError: as ``parse``, or there are parameters, as worlds have none.
+      ConfigError: as ``parse``, there are parameters, as worlds have none, or ``env_kwargs.world``
+        is no number of a world.
     """
     if params:
         raise ConfigError(f"grid:{name} has no env_params, got {dict(params)}")
+    world = kwargs.get("world", 0)
+    if not isinstance(world, int) or not 0 <= world < 2**32:
+        raise ConfigError(
+            f"grid:{name}: env_kwargs.world is a whole number from 0 to 2^32 - 1, got {world!r}"
+        )
     others = {key: x for key, x in kwargs.items() if key != "world"}
     family = parse(name, others)
-    return family.environment(family.draw(jax.random.key(kwargs.get("world", 0))))
+    return family.environment(family.draw(jax.random.key(world)))

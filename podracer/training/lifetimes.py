@@ -148,6 +148,20 @@ def whole_lives(lives: Lives, rule: ArrayTree, keys: Array, lifetime: int) -> Ep
     return jax.vmap(whole)(keys)
 
 
+# Settings without a meaning where a rule is learned.
+UNUSED = (
+    "env_params",
+    "observed",
+    "num_seeds",
+    "sweep",
+    "agents_at_once",
+    "averaging",
+    "stagger",
+    "normalize_observations",
+    "normalize_rewards",
+)
+
+
 class Learned(NamedTuple):
     """What it takes to learn a rule.
 
@@ -168,9 +182,15 @@ def make_learned(config: Config) -> Learned:
     """What it takes to learn the rule of a config.
 
     Raises:
-      ConfigError: the environment is not a family of grid worlds.
+      ConfigError: the environment is not a family of grid worlds, or a setting has no meaning here.
     """
-    family = make_family(config)
+    family, default = make_family(config), Config()
+    changed = [name for name in UNUSED if getattr(config, name) != getattr(default, name)]
+    if changed:
+        raise ConfigError(
+            f"{', '.join(changed)}: not for learning an update rule, whose agents act in grid "
+            "worlds as they are; leave them at their defaults"
+        )
     agent = lpg.make(family.spec, config.settings, config.lpg, Devices())
     network = lpg.make_network(family.spec, config.settings, config.lpg)
 

@@ -103,6 +103,7 @@ def test_resumed_is_never_stopped(tmp_path, monkeypatch):
     [
         ({"lpg__lifetime": 5}, "lpg.lifetime=5 must be a multiple of lpg.updates=2"),
         ({"lpg__units": 0}, "lpg.units must be positive, got 0"),
+        ({"num_seeds": 2, "stagger": 3}, "num_seeds, stagger: not for learning an update rule"),
         ({"env": "dummy:choice"}, "update rules are learned in grid worlds"),
         ({"cpu_devices": 3}, "the lpg.agents=4 agents do not divide evenly over 3 devices"),
     ],

@@ -89,3 +89,9 @@ def test_a_world_is_an_environment_of_its_own():
 def test_impossible_families_are_rejected(name, kwargs, message):
     with pytest.raises(ConfigError, match=message):
         parse(name, kwargs)
+
+
+@pytest.mark.parametrize("world", [-1, 1.5, 2**32, "a"])
+def test_impossible_worlds_are_rejected(world):
+    with pytest.raises(ConfigError, match=r"env_kwargs\.world is a whole number from 0"):
+        envs.make_environment("grid:3x3", {"world": world}, {})

@@ -2,9 +2,9 @@
 
     python benchmarks/anakin.py --env=gymnax:CartPole-v1 --num_envs=64 --unroll_length=128
 
-Prints one JSON line with steps per second. Without ``--config`` this is PPO with separate policy
-and value networks of 2 x 64 tanh units, 4 epochs of 4 minibatches and clip 0.2, the settings that
-are usually measured.
+Prints one JSON line with steps per second; the ceiling is that of one agent's environments. Without
+``--config`` this is PPO with separate policy and value networks of 2 x 64 tanh units, 4 epochs of 4
+minibatches and clip 0.2, the settings that are usually measured.
 """
 
 import argparse
@@ -123,7 +123,8 @@ def measure(config: Config, calls: int, seconds: float) -> dict[str, Any]:
         return random_steps(key, jnp.int32(num_unrolls))
 
     rates = measure_rates({"learn": learn, "act": act}, calls, seconds)
-    learning = [x * sizes.updates_per_call * sizes.steps_per_update for x in rates["learn"]]
+    steps = sizes.updates_per_call * sizes.steps_per_update * len(config.members)
+    learning = [x * steps for x in rates["learn"]]
     ceiling = statistics.median(rates["act"]) * sizes.steps_per_update
     memory = jax.local_devices()[0].memory_stats() or {}
     return {
@@ -131,6 +132,7 @@ def measure(config: Config, calls: int, seconds: float) -> dict[str, Any]:
         "agent": config.agent,
         "num_envs": config.num_envs,
         "unroll_length": config.unroll_length,
+        "agents": len(config.members),
         "steps_per_second": round(statistics.median(learning)),
         "steps_per_second_all": [round(x) for x in learning],
         "ceiling_steps_per_second": round(ceiling),
@@ -152,6 +154,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--agent", help="name of the agent")
     parser.add_argument("--num_envs", type=int, help="number of environments")
     parser.add_argument("--unroll_length", type=int, help="steps per unroll")
+    parser.add_argument("--num_seeds", type=int, help="agents, whose steps are added up")
     parser.add_argument("--cpu_devices", type=int, help="number of CPU devices")
     parser.add_argument("--updates_per_call", type=int, default=16, help="default: 16")
     parser.add_argument(
@@ -171,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the benchmark; ``argv`` excludes the program's name."""
     args = parse_arguments(argv)
     config = read_config(args.config)
-    override(config, args, "env", "num_envs", "unroll_length", "cpu_devices", "agent")
+    override(config, args, "env", "num_envs", "unroll_length", "num_seeds", "cpu_devices", "agent")
     config.updates_per_call = args.updates_per_call
     # Learning begins at once, so that all rounds measure it.
     config.replay.begin = 1

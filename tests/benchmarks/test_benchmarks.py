@@ -29,7 +29,7 @@ def test_anakin(load, capsys):
     load("anakin").main([*arguments, *sizes])
     (result,) = printed(capsys)
     assert (result["env"], result["agent"]) == ("dummy:counting", "vtrace")
-    assert (result["num_envs"], result["unroll_length"]) == (32, 4)
+    assert (result["num_envs"], result["unroll_length"], result["agents"]) == (32, 4, 1)
     assert result["devices"] == "8 x cpu"
     assert len(result["steps_per_second_all"]) == 5
     assert result["steps_per_second"] == sorted(result["steps_per_second_all"])[2] > 0

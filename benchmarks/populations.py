@@ -47,20 +47,6 @@ class Comparison(NamedTuple):
     kinds: dict[str, tuple[str, ...]]
 
 
-# Rates are annealed to 0, unless ``anneal`` is False.
-BREAKOUT = Comparison(
-    config="minatar",
-    changes=(
-        "total_steps=500_000",
-        "network.hidden=(64,64)",
-        "population=8",
-        "sweep.learning_rate=log_uniform(1e-4,1e-2)",
-        "sweep.discount=uniform(0.95,0.999)",
-        "sweep.entropy_cost=log_uniform(1e-4,1e-1)",
-        "sweep.ppo.gae_lambda=uniform(0.8,1)",
-    ),
-    kinds={FIXED: (), COPIED: ("selection.every=4",)},
-)
 COMPARISONS = {
     "pendulum": Comparison(
         config="pendulum",
@@ -78,8 +64,19 @@ COMPARISONS = {
             "evolution strategy": ("selection.every=3", "selection.rule=evolution"),
         },
     ),
-    "breakout": BREAKOUT,
-    "breakout_constant": BREAKOUT._replace(changes=(*BREAKOUT.changes, "anneal=False")),
+    "breakout": Comparison(
+        config="minatar",
+        changes=(
+            "total_steps=500_000",
+            "network.hidden=(64,64)",
+            "population=8",
+            "sweep.learning_rate=log_uniform(1e-4,1e-2)",
+            "sweep.discount=uniform(0.95,0.999)",
+            "sweep.entropy_cost=log_uniform(1e-4,1e-1)",
+            "sweep.ppo.gae_lambda=uniform(0.8,1)",
+        ),
+        kinds={FIXED: (), COPIED: ("selection.every=4",)},
+    ),
 }
 
 

@@ -47,6 +47,15 @@ class Comparison(NamedTuple):
     kinds: dict[str, tuple[str, ...]]
 
 
+MINATAR = (
+    "total_steps=500_000",
+    "network.hidden=(64,64)",
+    "population=8",
+    "sweep.learning_rate=log_uniform(1e-4,1e-2)",
+    "sweep.discount=uniform(0.95,0.999)",
+    "sweep.entropy_cost=log_uniform(1e-4,1e-1)",
+    "sweep.ppo.gae_lambda=uniform(0.8,1)",
+)
 COMPARISONS = {
     "pendulum": Comparison(
         config="pendulum",
@@ -65,32 +74,12 @@ COMPARISONS = {
         },
     ),
     "breakout": Comparison(
-        config="minatar",
-        changes=(
-            "total_steps=500_000",
-            "network.hidden=(64,64)",
-            "population=8",
-            "sweep.learning_rate=log_uniform(1e-4,1e-2)",
-            "sweep.discount=uniform(0.95,0.999)",
-            "sweep.entropy_cost=log_uniform(1e-4,1e-1)",
-            "sweep.ppo.gae_lambda=uniform(0.8,1)",
-        ),
-        kinds={FIXED: (), COPIED: ("selection.every=4",)},
+        config="minatar", changes=MINATAR, kinds={FIXED: (), COPIED: ("selection.every=4",)}
     ),
     # Rates are not annealed, so that the settings of the random sweep are fixed ones.
     "space_invaders": Comparison(
         config="minatar",
-        changes=(
-            "env=gymnax:SpaceInvaders-MinAtar",
-            "total_steps=500_000",
-            "anneal=False",
-            "network.hidden=(64,64)",
-            "population=8",
-            "sweep.learning_rate=log_uniform(1e-4,1e-2)",
-            "sweep.discount=uniform(0.95,0.999)",
-            "sweep.entropy_cost=log_uniform(1e-4,1e-1)",
-            "sweep.ppo.gae_lambda=uniform(0.8,1)",
-        ),
+        changes=("env=gymnax:SpaceInvaders-MinAtar", "anneal=False", *MINATAR),
         kinds={FIXED: (), COPIED: ("selection.every=10",)},
     ),
 }

@@ -52,7 +52,7 @@ CALLS = 5
 
 
 def podracers(path: pathlib.Path, size: Size) -> float:
-    """Steps per second of podracer, with the same arguments as ``purejaxrls``; no ``path`` is needed."""
+    """Steps per second of podracer; ``path`` is there because ``purejaxrls`` takes it."""
     config = common.read_config(None)
     config.env = f"gymnax:{size.env}"
     config.num_envs, config.unroll_length = size.num_envs, size.unroll_length

@@ -15,7 +15,7 @@ a run has to know before the agent is built:
 
 from types import ModuleType
 
-from podracer.agents import alphazero, d4pg, dqn, muzero, ppo, r2d2, vtrace
+from podracer.agents import alphazero, d4pg, dqn, muzero, ppo, q_lambda, r2d2, vtrace
 
 AGENTS: dict[str, ModuleType] = {
     "alphazero": alphazero,
@@ -23,6 +23,7 @@ AGENTS: dict[str, ModuleType] = {
     "dqn": dqn,
     "muzero": muzero,
     "ppo": ppo,
+    "q_lambda": q_lambda,
     "r2d2": r2d2,
     "vtrace": vtrace,
 }

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from podracer.agents import actor_critic, normalization, returns
+from podracer.agents import actor_critic, normalization, returns, unrolls
 from podracer.agents.search import Found, Roots, SearchConfig, outcome, search
 from podracer.agents.settings import Settings
 from podracer.errors import ConfigError
@@ -93,7 +93,7 @@ class Config:
 
     def gradient_steps(self, settings: Settings) -> GradientSteps:
         """See ``agents``."""
-        return actor_critic.gradient_steps(settings, whole_unrolls=False)
+        return unrolls.gradient_steps(settings, whole_unrolls=False)
 
 
 class Sample(struct.PyTreeNode):
@@ -151,7 +151,7 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
     network = nets.make_network(spec, settings.network)
     init, carry, act_directly = actor_critic.make_functions(spec, network, settings)
     act = _make_act(config, make_search(spec, network, settings), act_directly)
-    preprocess = actor_critic.make_preprocess(settings, devices.mean)
+    preprocess = unrolls.make_preprocess(settings, devices.mean)
 
     def prepare(train_state: TrainState, trajectory: Trajectory) -> tuple[ArrayTree, ArrayTree]:
         trajectory, stats = preprocess(train_state, trajectory)
@@ -165,13 +165,13 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
         observation = {k: x for k, x in observation.items() if k != MODEL_STATE}
         valid = returns.valid(timestep).astype(jnp.float32)
         sample = Sample(observation, found.policy, target, valid, found.depth)
-        return actor_critic.items(sample, 1), stats
+        return unrolls.items(sample, 1), stats
 
     def loss(
         params: Params, train_state: TrainState, batch: Sample, key: Array
     ) -> tuple[Array, LossAux]:
         del train_state, key
-        batch = actor_critic.time_major(batch)
+        batch = unrolls.time_major(batch)
         _, logits, value = network.apply(params, (), batch.observation, batch.valid > 0)
         entropy = jax.scipy.special.entr(batch.policy).sum(-1)
         # Illegal actions have a probability of 0 and a logit of -1e9, whose product is 0.

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from podracer.agents import actor_critic, returns
+from podracer.agents import actor_critic, returns, unrolls
 from podracer.agents.settings import Settings
 from podracer.errors import ConfigError
 from podracer.learning import rollout
@@ -143,19 +143,19 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
     """
     rule, network = make_rule(config), make_network(spec, settings, config)
     init, initial_carry, act = actor_critic.make_functions(spec, network, settings)
-    preprocess = actor_critic.make_preprocess(settings, devices.mean)
+    preprocess = unrolls.make_preprocess(settings, devices.mean)
 
     def prepare(train_state: TrainState, trajectory: Trajectory) -> tuple[ArrayTree, ArrayTree]:
         trajectory, stats = preprocess(train_state, trajectory)
         steps = (trajectory.timestep, trajectory.action)
-        return (trajectory.carry.network, actor_critic.time_major(steps)), stats
+        return (trajectory.carry.network, unrolls.time_major(steps)), stats
 
     def loss(
         params: Params, train_state: TrainState, batch: ArrayTree, key: Array
     ) -> tuple[Array, LossAux]:
         del key
         carry, steps = batch
-        timestep, action = actor_critic.time_major(steps)
+        timestep, action = unrolls.time_major(steps)
 
         def predict(params: Params) -> tuple[Any, Array, Array]:
             _, policy, logits = network.apply(params, carry, timestep.observation, timestep.first)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from podracer.agents import actor_critic, kl_penalty, returns, surrogate
+from podracer.agents import actor_critic, kl_penalty, returns, surrogate, unrolls
 from podracer.agents.settings import Settings
 from podracer.errors import ConfigError, unknown
 from podracer.learning import rollout
@@ -79,7 +79,7 @@ class Config:
                 f"unroll, and needs a num_epochs of at least 2, got {settings.rollout.num_epochs}"
             )
         whole = settings.network.core != "none"
-        return actor_critic.gradient_steps(settings, whole_unrolls=whole)
+        return unrolls.gradient_steps(settings, whole_unrolls=whole)
 
     def __post_init__(self):
         if not 0 <= self.gae_lambda <= 1:
@@ -141,7 +141,7 @@ def _make_prepare(
 ) -> rollout.Prepare:
     """What turns an unroll into items. It computes values in one large batch, so that acting does
     not need them."""
-    preprocess = actor_critic.make_preprocess(settings, devices.mean)
+    preprocess = unrolls.make_preprocess(settings, devices.mean)
 
     def prepare(train_state: TrainState, trajectory: Trajectory) -> tuple[ArrayTree, ArrayTree]:
         weights, carry = train_state.weights, trajectory.carry.network
@@ -167,7 +167,7 @@ def _make_prepare(
             jax.tree.map(lambda x: x[:-1], policy) if config.penalised else (),
         )
         length = trajectory.action.shape[0] if network.recurrent else 1
-        return (carry, actor_critic.items(sample, length)), stats
+        return (carry, unrolls.items(sample, length)), stats
 
     return prepare
 
@@ -189,7 +189,7 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
     ) -> tuple[Array, LossAux]:
         del key
         carry, sample = batch
-        sample = actor_critic.time_major(sample)
+        sample = unrolls.time_major(sample)
         target = sample.target
         _, policy, value = network.apply(params, carry, sample.observation, sample.first)
         distribution = network.distribution(policy)

@@ -1,4 +1,4 @@
-"""What DQN and R2D2 share: settings, and epsilon-greedy acting by the values of actions."""
+"""What agents share that learn the values of actions: settings, and epsilon-greedy acting."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,11 +17,10 @@ from podracer.types import Array, ArrayTree, Carry, Spec, TimeStep, Weights
 
 
 @dataclasses.dataclass(frozen=True)
-class QLearningConfig:
-    """Settings of agents that learn the values of actions.
+class EpsilonGreedyConfig:
+    """Settings of agents that act by the values of actions.
 
     Attributes:
-      n_step: transitions between a value and the one it bootstraps from.
       dueling: whether the network estimates the value of the state and the actions' advantages
         (https://arxiv.org/abs/1511.06581).
       epsilon, epsilon_alpha: environment i of N takes a random action with probability
@@ -29,24 +28,17 @@ class QLearningConfig:
         single environment with probability epsilon.
       evaluation_epsilon: probability of a random action in evaluations with
         ``evaluation.greedy``.
-      target_period: gradient steps between two updates of the target network, which copy the
-        parameters.
       name: the agent's name, for errors.
     """
 
-    n_step: int
     dueling: bool
     epsilon: float
     epsilon_alpha: float
     evaluation_epsilon: float
-    target_period: int
 
     name: ClassVar[str]
 
     def __post_init__(self):
-        for key in ("n_step", "target_period"):
-            if getattr(self, key) <= 0:
-                raise ConfigError(f"{self.name}.{key} must be positive, got {getattr(self, key)}")
         for key in ("epsilon", "evaluation_epsilon"):
             if not 0 <= getattr(self, key) <= 1:
                 raise ConfigError(f"{self.name}.{key} must be in [0, 1], got {getattr(self, key)}")
@@ -54,6 +46,27 @@ class QLearningConfig:
             raise ConfigError(
                 f"{self.name}.epsilon_alpha must not be negative, got {self.epsilon_alpha}"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class QLearningConfig(EpsilonGreedyConfig):
+    """Settings of agents that learn the values of actions with a target network.
+
+    Attributes:
+      dueling, epsilon, epsilon_alpha, evaluation_epsilon: see ``EpsilonGreedyConfig``.
+      n_step: transitions between a value and the one it bootstraps from.
+      target_period: gradient steps between two updates of the target network, which copy the
+        parameters.
+    """
+
+    n_step: int
+    target_period: int
+
+    def __post_init__(self):
+        super().__post_init__()
+        for key in ("n_step", "target_period"):
+            if getattr(self, key) <= 0:
+                raise ConfigError(f"{self.name}.{key} must be positive, got {getattr(self, key)}")
 
 
 class QCarry(struct.PyTreeNode):
@@ -80,7 +93,7 @@ Inputs = Callable[[ArrayTree, Any, TimeStep], Array] | None
 def make_functions(
     spec: Spec,
     settings: Settings,
-    config: QLearningConfig,
+    config: EpsilonGreedyConfig,
     network: QNetwork,
     inputs: Inputs = None,
 ):
@@ -129,7 +142,7 @@ def places(num_envs: int, env_ids: Array) -> Array:
     return env_ids % num_envs / max(1, num_envs - 1)
 
 
-def epsilons(config: QLearningConfig, place: Array) -> Array:
+def epsilons(config: EpsilonGreedyConfig, place: Array) -> Array:
     """The probabilities of random actions at these places, ``[B]``."""
     return config.epsilon ** (1 + config.epsilon_alpha * place)
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from podracer.agents import actor_critic, returns, surrogate
+from podracer.agents import actor_critic, returns, surrogate, unrolls
 from podracer.agents.settings import Settings
 from podracer.errors import ConfigError
 from podracer.learning import rollout
@@ -58,7 +58,7 @@ class Config:
 
     def gradient_steps(self, settings: Settings) -> GradientSteps:
         """See ``agents``."""
-        return actor_critic.gradient_steps(settings, whole_unrolls=True)
+        return unrolls.gradient_steps(settings, whole_unrolls=True)
 
     def __post_init__(self):
         if not 0 <= self.lambda_ <= 1:
@@ -88,19 +88,19 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
     """
     network = nets.make_network(spec, settings.network)
     init, initial_carry, act = actor_critic.make_functions(spec, network, settings)
-    preprocess = actor_critic.make_preprocess(settings, devices.mean)
+    preprocess = unrolls.make_preprocess(settings, devices.mean)
 
     def prepare(train_state: TrainState, trajectory: Trajectory) -> tuple[ArrayTree, ArrayTree]:
         trajectory, stats = preprocess(train_state, trajectory)
         steps = (trajectory.timestep, trajectory.action, trajectory.extras["log_prob"])
-        return (trajectory.carry.network, actor_critic.time_major(steps)), stats
+        return (trajectory.carry.network, unrolls.time_major(steps)), stats
 
     def loss(
         params: Params, train_state: TrainState, batch: ArrayTree, key: Array
     ) -> tuple[Array, LossAux]:
         del train_state, key
         carry, steps = batch
-        timestep, action, behaviour_log_prob = actor_critic.time_major(steps)
+        timestep, action, behaviour_log_prob = unrolls.time_major(steps)
         _, policy, values = network.apply(params, carry, timestep.observation, timestep.first)
         distribution = network.distribution(jax.tree.map(lambda x: x[:-1], policy))
         log_prob = distribution.log_prob(action)

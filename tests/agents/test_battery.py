@@ -81,9 +81,8 @@ class Row(NamedTuple):
     values: Any
 
 
-ACTOR_CRITIC = Row(
-    (False, True), ("none", "gru"), {"num_minibatches": 2, "num_epochs": 2}, critic_values
-)
+MINIBATCHES = {"num_minibatches": 2, "num_epochs": 2}
+ACTOR_CRITIC = Row((False, True), ("none", "gru"), MINIBATCHES, critic_values)
 REPLAY = {
     "replay__capacity": 64 * 100,
     "replay__begin": 64 * 16,
@@ -123,8 +122,7 @@ MUZERO = {
     "muzero__model__hidden": (32,),
 }
 ALPHAZERO = {
-    "num_minibatches": 2,
-    "num_epochs": 2,
+    **MINIBATCHES,
     "network__shared": False,
     "alphazero__search__simulations": 4,
 }
@@ -135,6 +133,7 @@ ROWS = {
     "ppo": ACTOR_CRITIC,
     "vtrace": ACTOR_CRITIC,
     "dqn": Row((False,), ("none",), DQN, best_values),
+    "q_lambda": Row((False,), ("none", "gru"), MINIBATCHES, best_values),
     "r2d2": Row((False,), ("none", "gru"), R2D2, best_values),
 }
 # Each takes seconds to compile: .ci/run runs all of them, the default run only those that differ.

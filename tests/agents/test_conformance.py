@@ -3,6 +3,8 @@
 benchmarks/conformance.py does the same with PureJaxRL's PPO.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,16 +55,56 @@ def vtrace_loss(network, trajectory, params):
     return policy + 0.7 * 0.5 * (out.errors**2).mean() - 0.03 * entropy
 
 
-@pytest.mark.parametrize("name", ["adam", "rmsprop"])
-def test_an_update_of_vtrace_is_that_of_rlax_and_optax(name):
+def make_vtrace_loss(network, trajectory, before):
+    del before  # Targets are computed in each gradient step.
+    return partial(vtrace_loss, network, trajectory)
+
+
+def make_q_lambda_loss(network, trajectory, before):
+    """The squared errors of Q(lambda), whose targets are fixed before the update."""
+    timestep, action = trajectory.timestep, trajectory.action
+
+    def values(params):
+        return network.apply(params, (), timestep.observation, timestep.first, None)[1]
+
+    def chosen(q):
+        return jnp.take_along_axis(q[:-1], action[..., None], -1)[..., 0]
+
+    q, reward, discount = values(before), timestep.reward[1:], 0.9 * timestep.discount[1:]
+    errors = jax.vmap(lambda *x: rlax.q_lambda(*x, 0.8), 1, 1)(
+        q[:-1], action, reward, discount, q[1:]
+    )
+    target = chosen(q) + errors
+    return lambda params: 0.5 * ((target - chosen(values(params))) ** 2).mean()
+
+
+ON_POLICY = {
+    "vtrace": (
+        lambda spec, config: nets.make_network(spec, config.network),
+        make_vtrace_loss,
+        {"vtrace__clip": 0.0},
+    ),
+    "q_lambda": (
+        lambda spec, config: make_q_network(spec, config.network, dueling=False),
+        make_q_lambda_loss,
+        {"q_lambda__lambda_": 0.8},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("agent_name", "name"), [("vtrace", "adam"), ("vtrace", "rmsprop"), ("q_lambda", "adam")]
+)
+def test_an_update_without_replay_is_that_of_rlax_and_optax(agent_name, name):
     epochs = 3
+    make_own_network, make_loss, own = ON_POLICY[agent_name]
     config = make_config(
-        agent="vtrace", vtrace__clip=0.0, discount=0.9, value_cost=0.7, entropy_cost=0.03,
+        agent=agent_name, discount=0.9, value_cost=0.7, entropy_cost=0.03,
         num_envs=B, unroll_length=T, num_epochs=epochs, optimizer=name, learning_rate=0.01,
-        anneal=False, max_grad_norm=0.1,
+        anneal=False, max_grad_norm=0.1, **own,
     )  # fmt: skip
     spec = envs.make_environment("dummy:sign", {}, {}).spec
-    agent = AGENTS["vtrace"].make(spec, config.settings, config.vtrace, Devices())
+    agent = AGENTS[agent_name].make(spec, config.settings, config.agent_config, Devices())
     optimizer = make_optimizer(config.optimization, agent)
     schedule = make_schedule(config.optimization, 1, T * B)
     update = make_update(agent, optimizer, schedule=schedule, devices=Devices())
@@ -71,7 +113,7 @@ def test_an_update_of_vtrace_is_that_of_rlax_and_optax(name):
     trajectory = experience(agent.carry(jnp.arange(B)))
     ours, _, _ = jax.jit(update)(start, (), trajectory, jax.random.key(1))
 
-    network = nets.make_network(spec, config.network)
+    loss = make_loss(make_own_network(spec, config), trajectory, weights.params)
     rule = {
         "adam": optax.scale_by_adam(eps=1e-5),
         "rmsprop": optax.scale_by_rms(decay=0.99, eps=1e-5, eps_in_sqrt=True),
@@ -81,7 +123,7 @@ def test_an_update_of_vtrace_is_that_of_rlax_and_optax(name):
 
     @jax.jit
     def reference(params, state):
-        gradient = jax.grad(lambda p: vtrace_loss(network, trajectory, p))(params)
+        gradient = jax.grad(loss)(params)
         updates, state = chain.update(gradient, state)
         return optax.apply_updates(params, updates), state
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from podracer import envs
-from podracer.agents import AGENTS, actor_critic, kl_penalty, ppo, returns, surrogate, transitions
+from podracer.agents import AGENTS, kl_penalty, ppo, returns, surrogate, transitions, unrolls
 from podracer.nets import actor_critic as nets
 from podracer.nets.q_network import make_q_network
 from podracer.types import ACTION_MASK, Devices, TimeStep, TrainState
@@ -217,7 +217,7 @@ def test_vtrace_is_the_actor_critic_of_the_paper(clip, normalize):
     entropy = -(valid * (p * np.log(p)).sum(-1)).mean()
     assert 0 < valid.mean() < 1
 
-    batch = actor_critic.time_major((jax.tree.map(jnp.asarray, timestep), action, behaviour))
+    batch = unrolls.time_major((jax.tree.map(jnp.asarray, timestep), action, behaviour))
     loss, aux = jax.jit(agent.loss)(params, None, ((), batch), None)
     np.testing.assert_allclose(aux.metrics["policy"], policy, rtol=1e-3, atol=1e-5)
     np.testing.assert_allclose(aux.metrics["value"], value, rtol=1e-3)

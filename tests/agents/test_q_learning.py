@@ -1,4 +1,4 @@
-"""Exploration by epsilon, a different one in each environment, and target networks."""
+"""Exploration by epsilon, a different one in each environment; target networks; Q(lambda)."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,11 @@ import pytest
 
 from podracer import envs
 from podracer.agents import AGENTS, dqn
-from podracer.types import Devices, TimeStep
+from podracer.learning.learner import make_update
+from podracer.learning.optimizer import make_optimizer, make_schedule
+from podracer.nets.q_network import make_q_network
+from podracer.types import Devices, TimeStep, TrainState, Trajectory
+from tests import references
 from tests.helpers import make_config
 
 DRAWS = 4000
@@ -59,3 +63,39 @@ def test_target_networks_are_copied_after_their_period(agent):
         target = made.target.update(target, {"x": jnp.float32(step)}, {}, jnp.int32(step))
         copied.append(float(target["x"]))
     assert copied == [0, 0, 3, 3, 3, 6, 6]
+
+
+@pytest.mark.parametrize("next_step", [False, True], ids=["same-step", "next-step"])
+def test_q_lambda_learns_the_lambda_returns_of_each_episode(next_step):
+    """The loss of an update, in which half of all episodes are truncated."""
+    length, batch, lambda_ = 23, 7, 0.8
+    config = make_config(
+        agent="q_lambda", discount=0.9, q_lambda__lambda_=lambda_, num_envs=batch,
+        unroll_length=length, anneal=False,
+    )  # fmt: skip
+    spec = envs.make_environment("dummy:sign", {}, {}).spec
+    agent = AGENTS["q_lambda"].make(spec, config.settings, config.agent_config, Devices())
+    optimizer = make_optimizer(config.optimization, agent)
+    schedule = make_schedule(config.optimization, 1, length * batch)
+    rng = np.random.default_rng(0)
+    weights = jax.jit(agent.init)(jax.random.key(0))
+    # The last layer of a new network is almost zero, so that all actions have the same value.
+    noisy = jax.tree.map(lambda x: x + rng.normal(size=x.shape).astype("f"), weights.params)
+    weights = weights.replace(params=noisy)
+    start = TrainState(weights, (), optimizer.init(noisy), jnp.int32(0))
+    stream = references.random_stream(rng, length, batch, next_step=next_step, truncate=0.5)
+    observation = jnp.asarray(rng.normal(size=(length + 1, batch, 1)), jnp.float32)
+    timestep = jax.tree.map(jnp.asarray, stream.timestep).replace(observation=observation)
+    action = jnp.asarray(rng.integers(0, 2, (length, batch)))
+    trajectory = Trajectory(timestep, action, {}, agent.carry(jnp.arange(batch)), jnp.arange(batch))
+    update = make_update(agent, optimizer, schedule=schedule, devices=Devices())
+    _, _, metrics = jax.jit(update)(start, (), trajectory, jax.random.key(1))
+
+    network = make_q_network(spec, config.network, dueling=False)
+    q = np.asarray(network.apply(weights.params, (), observation, timestep.first, None)[1])
+    advantage, valid = references.gae(stream, q.max(-1), 0.9, lambda_)
+    target = advantage + q.max(-1)[:-1]
+    chosen = np.take_along_axis(q[:-1], np.asarray(action)[..., None], -1)[..., 0]
+    assert 0.6 < valid.mean() < 1
+    expected = 0.5 * (valid * (target - chosen) ** 2).mean()
+    np.testing.assert_allclose(metrics.losses["total"], expected, rtol=1e-5)

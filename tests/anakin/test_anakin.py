@@ -37,6 +37,7 @@ OWN = {
     "ppo": {"ppo__target_kl": 1e-5},
     "kl_penalty": {"agent": "ppo", "ppo__objective": "kl_penalty", "ppo__target_kl": 1e-5},
     "vtrace": {},
+    "q_lambda": {},
     "dqn": {**REPLAY, "dqn__target_period": 2},
     "r2d2": {**REPLAY, "r2d2__burn_in": 4, "r2d2__trace": 8, "r2d2__target_period": 2},
     "muzero": {
@@ -90,6 +91,7 @@ def cartpole_run(agent, core, num_devices):
         ("ppo", "none", (8,)),
         pytest.param("dqn", "none", (8,), marks=pytest.mark.slow),
         pytest.param("r2d2", "gru", (2, 8), marks=pytest.mark.slow),
+        pytest.param("q_lambda", "gru", (2, 8), marks=pytest.mark.slow),
         pytest.param("kl_penalty", "none", (8,), marks=pytest.mark.slow),
         pytest.param("muzero", "none", (8,), marks=pytest.mark.slow),
         pytest.param("alphazero", "none", (8,), marks=pytest.mark.slow),

@@ -117,7 +117,7 @@ def num_learners(config: Config) -> int:
 
 def make_meta_sizes(config: Config, num_devices: int) -> Sizes:
     """The sizes of a run that learns an update rule. An update is a step of the rule, and
-    counts the environment steps of all agents.
+    counts the environment steps of all agents, which are the learners.
 
     Args:
       config: the run's configuration.
@@ -139,7 +139,10 @@ def make_meta_sizes(config: Config, num_devices: int) -> Sizes:
     calls = math.ceil(updates / per_call)
     return dataclasses.replace(
         one,
+        learners=own.agents,
         num_devices=num_devices,
+        num_groups=num_devices,
+        agents_at_once=own.agents // num_devices,
         steps_per_update=steps,
         num_updates=calls * per_call,
         updates_per_call=per_call,

@@ -44,7 +44,8 @@ FLAGS: dict[str, command_line.Flag] = {
     "arch": (
         flags.DEFINE_string,
         "",
-        "anakin or sebulba; default: the one that the environment needs",
+        "anakin, sebulba, or meta for podracer.anakin.meta; default: anakin or sebulba, as the "
+        "environment needs",
     ),
     "envs_per_core": (
         flags.DEFINE_integer,

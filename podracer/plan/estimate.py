@@ -12,7 +12,7 @@ from podracer.plan.chips import Slice
 from podracer.plan.costs import COLLECTIVES, Kernel
 from podracer.plan.programs import CompileResult, Memory, OutOfMemory, TracedRun
 
-CAPACITY, AGENTS_AT_ONCE = "replay.capacity", "agents_at_once"
+CAPACITY, AGENTS_AT_ONCE, META_AGENTS = "replay.capacity", "agents_at_once", "lpg.agents"
 NOT_INCLUDED = (
     "host time between calls, metrics and evaluation",
     "latency of collectives (only their bytes are counted)",
@@ -100,12 +100,13 @@ class Plan:
 
     Attributes:
       topology, num_slices: the slice.
-      arch: "anakin" or "sebulba".
+      arch: "anakin", "meta" or "sebulba".
       chips, cores, hosts: totals over all slices; a core is what JAX sees as a device.
       num_agents: the agents of the run.
       learners, num_groups, agents_at_once: the learners with weights of their own, which are the
-        agents or the groups of one agent that average; the groups of cores that they are spread
-        over; and how many of a group learn at the same time.
+        agents, the groups of one agent that average, or with "meta" the agents that learn one rule;
+        the groups of cores that they are spread over; and how many of a group learn at the same
+        time.
       num_envs, unroll_length: sizes of the run, for each agent.
       envs_per_core: environments of a learner on each core that learns.
       steps_per_update: environment steps per update of an agent.
@@ -317,7 +318,7 @@ def make_plan(
 
     Args:
       config: config of the run.
-      arch: "anakin" or "sebulba".
+      arch: "anakin", "meta" or "sebulba".
       env: the environment, from ``programs.make_env``.
       tpu_slice: the slice.
       cache: programs that other plans have compiled; this plan's are added.
@@ -337,9 +338,12 @@ def make_plan(
             return _too_large(_compile(run, tpu_slice, cache), run, memory)
 
         keys = ("num_envs", "unroll_length") + (CAPACITY,) * (too_large.replay > 0)
-        # Instead of 0, which is all.
-        config = dataclasses.replace(config, agents_at_once=run.sizes.agents_at_once)
-        keys += (AGENTS_AT_ONCE,) * (config.agents_at_once > 1)
+        if arch == "meta":
+            keys += (META_AGENTS,)
+        elif run.sizes.agents_at_once > 1:
+            # Instead of 0, which is all.
+            config = dataclasses.replace(config, agents_at_once=run.sizes.agents_at_once)
+            keys += (AGENTS_AT_ONCE,)
         fits = {key: _largest_that_fits(config, key, too_large, check) for key in keys}
         too_large = dataclasses.replace(too_large, fits=fits)
     gradient_steps = config.gradient_steps.per_update

@@ -9,6 +9,7 @@ import jax
 
 from podracer import envs
 from podracer.anakin import program as anakin_program
+from podracer.anakin.meta import program as meta_program
 from podracer.config import Config
 from podracer.config.sizes import Sizes, devices_of_group, make_sizes
 from podracer.distributed import mesh as mesh_lib
@@ -19,7 +20,6 @@ from podracer.sebulba.setup import make_setup
 from podracer.training import builder
 from podracer.types import Environment, HostEnvironment
 
-ARCHITECTURES = ("anakin", "sebulba")
 ALL, ACTORS, LEARNERS = "every core", "actor cores", "learner cores"
 
 
@@ -113,21 +113,21 @@ def resolve_architecture(config: Config, arch: str) -> str:
 
     Args:
       config: config of the run.
-      arch: "anakin", "sebulba", or "" for the one that the environment needs.
+      arch: "anakin", "meta", "sebulba", or "" for "anakin" or "sebulba", as the environment needs.
 
     Raises:
       ConfigError: there is no such architecture.
     """
     if not arch:
         return envs.architecture(config.env)
-    if arch not in ARCHITECTURES:
-        raise unknown("architecture", arch, ARCHITECTURES)
+    if arch not in _TRACERS:
+        raise unknown("architecture", arch, _TRACERS)
     return arch
 
 
 def make_env(config: Config, arch: str) -> Environment | HostEnvironment:
     """The environment of a run; one is enough for any number of plans."""
-    if arch == "anakin":
+    if arch != "sebulba":
         return builder.make_environment(config)
     settings = (config.env, config.env_kwargs, config.env_params)
     newest = config.sebulba.newest_frame
@@ -148,6 +148,8 @@ def device_splits(config: Config, tpu_slice: Slice) -> list[mesh_lib.Split]:
 def num_learner_devices(config: Config, arch: str, tpu_slice: Slice) -> int:
     """The number of devices that learn, over which the environments of an agent are divided; a
     device counts once for each group that averages on it."""
+    if arch == "meta":
+        return 1
     if arch == "anakin":
         return devices_of_group(config, len(tpu_slice.devices)) * config.averaging.groups
     return sum(len(split.learners) for split in device_splits(config, tpu_slice))
@@ -158,14 +160,14 @@ def trace_run(config: Config, arch: str, env: Any, tpu_slice: Slice) -> TracedRu
 
     Args:
       config: config of the run.
-      arch: "anakin" or "sebulba".
+      arch: "anakin", "meta" or "sebulba".
       env: the environment, from ``make_env``.
       tpu_slice: the slice.
 
     Raises:
       ConfigError: sizes don't fit the slice.
     """
-    return (_anakin if arch == "anakin" else _sebulba)(config, env, tpu_slice)
+    return _TRACERS[arch](config, env, tpu_slice)
 
 
 def _anakin(config: Config, env: Environment, tpu_slice: Slice) -> TracedRun:
@@ -176,6 +178,16 @@ def _anakin(config: Config, env: Environment, tpu_slice: Slice) -> TracedRun:
     replay = program.memory.replay
     step = TracedProgram("step", ALL, 1 / sizes.updates_per_call, lowered, replay)
     return TracedRun(sizes, [step], True)
+
+
+def _meta(config: Config, env: Environment, tpu_slice: Slice) -> TracedRun:
+    del env  # Agents live in worlds of their own.
+    devices = tpu_slice.devices
+    mesh = mesh_lib.make_mesh(devices, len(devices))
+    program = meta_program.make_program(config, len(devices), mesh)
+    lowered = program.step.lower(program.state)
+    step = TracedProgram("step", ALL, 1 / program.sizes.updates_per_call, lowered)
+    return TracedRun(program.sizes, [step], True)
 
 
 def _sebulba(config: Config, env: HostEnvironment, tpu_slice: Slice) -> TracedRun:
@@ -204,6 +216,9 @@ def _sebulba(config: Config, env: HostEnvironment, tpu_slice: Slice) -> TracedRu
     ]
     shared_devices = bool(set(hosts[0].actors) & set(hosts[0].learners))
     return TracedRun(setup.sizes, run_programs, shared_devices)
+
+
+_TRACERS = {"anakin": _anakin, "meta": _meta, "sebulba": _sebulba}
 
 
 def compile_traced(program: TracedProgram) -> CompileResult | OutOfMemory:

@@ -59,12 +59,18 @@ def _agents(plan: Plan) -> str:
         return ""
     each, cores = plan.learners // plan.num_groups, plan.cores // plan.num_groups
     turns = f", {plan.agents_at_once:,} at a time" * (plan.agents_at_once < each)
-    several = plan.num_agents > 1
-    what, whose = ("agents", "for each agent") if several else ("averaged groups", "together")
+    averages = plan.num_agents == 1 and plan.arch != "meta"
+    what, whose = ("averaged groups", "together") if averages else ("agents", "for each agent")
     return (
         f"{plan.learners:,} {what}, {each:,} on each of {plan.num_groups:,} groups of "
         f"{cores:,} core{'s' * (cores > 1)}{turns}; {whose}: "
     )
+
+
+def _unrolls(plan: Plan) -> str:
+    """How many unrolls of all agents an update has; nothing for one of each."""
+    unrolls = plan.steps_per_update // (plan.num_envs * plan.unroll_length)
+    return f" x {unrolls:,} unrolls of all agents" if unrolls > 1 else ""
 
 
 def print_plan(plan: Plan, console: Console) -> None:
@@ -73,7 +79,7 @@ def print_plan(plan: Plan, console: Console) -> None:
         f"{_slice_name(plan)}: {plan.chips:,} chips, {plan.cores:,} cores with "
         f"{size(plan.memory)} each, {plan.hosts:,} host{'s' * (plan.hosts > 1)}\n"
         f"{plan.arch}: {_agents(plan)}{plan.num_envs:,} environments "
-        f"({plan.envs_per_core:,} per learner core) x {plan.unroll_length} steps = "
+        f"({plan.envs_per_core:,} per learner core) x {plan.unroll_length} steps{_unrolls(plan)} = "
         f"{plan.steps_per_update:,} steps per update, {plan.gradient_steps} gradient steps per "
         "update",
         highlight=False,

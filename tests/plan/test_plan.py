@@ -16,6 +16,7 @@ from podracer.errors import ConfigError, ExitCode, run_command
 from podracer.plan import __main__ as plan_main
 from podracer.plan import chips, estimate, programs, table
 from podracer.plan.costs import Kernel
+from podracer.training import lifetimes
 from podracer.xla_cpu import prng
 from tests.helpers import is_one_error
 
@@ -136,6 +137,7 @@ def test_the_architecture_follows_from_the_environment():
     assert programs.resolve_architecture(config_of("cartpole.py"), "") == "anakin"
     assert programs.resolve_architecture(config_of("atari.py"), "") == "sebulba"
     assert programs.resolve_architecture(config_of("cartpole.py"), "sebulba") == "sebulba"
+    assert programs.resolve_architecture(config_of("lpg.py"), "") == "anakin"
     with pytest.raises(ConfigError, match="sebulba"):
         programs.resolve_architecture(config_of("cartpole.py"), "sebula")
 
@@ -319,6 +321,28 @@ def test_agents_of_different_groups_exchange_no_gradients_and_turns_need_less_me
     together, in_turns = (plan.programs[0].memory for plan in plans)
     assert in_turns.temporaries < 0.4 * together.temporaries
     assert in_turns.arguments == together.arguments
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_agents_that_learn_a_rule_exchange_its_gradient_once_a_step(libtpu, capsys):
+    sizes = {"num_envs": 4, "unroll_length": 5, "updates_per_call": 2, "lpg.agents": 32}
+    config = config_of("lpg.py", **sizes)
+    env = programs.make_env(config, "meta")
+    plan = estimate.make_plan(config, "meta", env, chips.get_slice("v5e:4x4"))
+    assert (plan.learners, plan.num_groups, plan.agents_at_once) == (32, 16, 2)
+    # Five updates of each agent and the unroll that is learned from.
+    assert plan.steps_per_update == 32 * 6 * 4 * 5
+    (step,) = plan.programs
+    assert (step.host, step.uncounted) == ((), 0)
+    # A core gives the rule's gradient and metrics, and nothing of what its agents learn.
+    rule = jax.eval_shape(lifetimes.make_learned(config).init, jax.random.key(0))
+    gradient = sum(4 * x.size for x in jax.tree.leaves(rule))
+    assert gradient < step.per_gradient_step.bytes < 1.5 * gradient
+    assert step.per_update.number == 0
+    text = printed(table.print_plan, plan, capsys)
+    assert "meta: 32 agents, 2 on each of 16 groups of 1 core; for each agent: 4" in text
+    assert "x 192 unrolls of all agents = 3,840 steps" in text
 
 
 @needs_libtpu

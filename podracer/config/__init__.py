@@ -56,9 +56,9 @@ class Config(AgentSections):
         this height and width, of which "frames" (3 by default) are stacked.
       observed: of observations with one axis, the components that agents see, such as (0, 2) for
         CartPole without its velocities; () is all.
-      agent: the algorithm: "ppo", "vtrace", "dqn", "r2d2", "d4pg", "muzero" or "alphazero". Each
-        has a section of that name for its own settings, the ``Config`` of its module; other agents
-        ignore it.
+      agent: the algorithm: "ppo", "vtrace", "q_lambda", "dqn", "r2d2", "d4pg", "muzero" or
+        "alphazero". Each has a section of that name for its own settings, the ``Config`` of its
+        module; other agents ignore it.
       seed: seed of all random numbers, below 2^32.
       num_seeds: number of independent agents that are trained at once in one program, with the
         seeds ``seed``, ``seed + 1``, ... (Anakin only). Each of them takes ``total_steps`` steps in

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from podracer.errors import ConfigError
-from podracer.nets.mlp import MLP, linear
+from podracer.nets.mlp import MLP, linear, norms
 from podracer.xla_cpu.convolution import convolve
 
 # (channels, kernel, stride) of each layer, and the size of the dense layer after them.
@@ -67,12 +67,13 @@ class Pixels(nnx.Module):
         hidden: Sequence[int],
         activation: str,
         *,
+        layer_norm: bool,
         dtype: jnp.dtype,
         rngs: nnx.Rngs,
     ):
         height, width, channels = image_shape("pixels", shape)
         few = (-(-height // 4), -(-width // 4), channels)
-        self.mlp = MLP(few, hidden, activation, dtype=dtype, rngs=rngs)
+        self.mlp = MLP(few, hidden, activation, layer_norm=layer_norm, dtype=dtype, rngs=rngs)
         self.out_size = self.mlp.out_size
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -80,7 +81,8 @@ class Pixels(nnx.Module):
 
 
 class Conv(nnx.Module):
-    """Convolutions without padding, each followed by an activation, then one dense layer."""
+    """Convolutions without padding, then one dense layer, each followed by an activation, with
+    ``layer_norm`` after a normalisation (of the channels of each pixel)."""
 
     def __init__(
         self,
@@ -88,6 +90,7 @@ class Conv(nnx.Module):
         shape: tuple[int, ...],
         activation: Callable[[jax.Array], jax.Array],
         *,
+        layer_norm: bool,
         dtype: jnp.dtype,
         rngs: nnx.Rngs,
     ):
@@ -107,8 +110,11 @@ class Conv(nnx.Module):
         self.convs = nnx.List(convs)
         size = height * width * channels
         self.dense = linear(size, self.out_size, 2**0.5, dtype=dtype, rngs=rngs)
+        sizes = (*(out for out, _, _ in layers), self.out_size)
+        self.norms = norms(sizes, on=layer_norm, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        for layer in self.convs:
-            x = self.activation(layer(x))
-        return self.activation(self.dense(x.reshape(x.shape[0], -1)))
+        *of_convs, of_dense = self.norms
+        for layer, norm in zip(self.convs, of_convs, strict=True):
+            x = self.activation(norm(layer(x)))
+        return self.activation(of_dense(self.dense(x.reshape(x.shape[0], -1))))

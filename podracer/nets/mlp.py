@@ -34,8 +34,19 @@ def linear(
     return nnx.Linear(in_size, out_size, kernel_init=init, dtype=dtype, rngs=rngs)
 
 
+def norms(
+    sizes: Sequence[int], *, on: bool, dtype: jnp.dtype, rngs: nnx.Rngs
+) -> nnx.List | tuple[Callable[[jax.Array], jax.Array], ...]:
+    """What stands between layers of these sizes and their activations: normalisations
+    (https://arxiv.org/abs/1607.06450) if ``on``, else nothing."""
+    if not on:
+        return (lambda x: x,) * len(sizes)
+    return nnx.List(nnx.LayerNorm(size, dtype=dtype, rngs=rngs) for size in sizes)
+
+
 class MLP(nnx.Module):
-    """``[N, *shape]`` -> ``[N, hidden[-1]]``; an activation follows each layer."""
+    """``[N, *shape]`` -> ``[N, hidden[-1]]``; an activation follows each layer, with
+    ``layer_norm`` after a normalisation."""
 
     def __init__(
         self,
@@ -43,6 +54,7 @@ class MLP(nnx.Module):
         hidden: Sequence[int],
         activation_name: str,
         *,
+        layer_norm: bool = False,
         dtype: jnp.dtype,
         rngs: nnx.Rngs,
     ):
@@ -51,10 +63,11 @@ class MLP(nnx.Module):
         self.layers = nnx.List(
             linear(i, o, 2**0.5, dtype=dtype, rngs=rngs) for i, o in pairwise(sizes)
         )
+        self.norms = norms(hidden, on=layer_norm, dtype=dtype, rngs=rngs)
         self.out_size = sizes[-1]
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x.reshape(x.shape[0], -1)
-        for layer in self.layers:
-            x = self.activation(layer(x))
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = self.activation(norm(layer(x)))
         return x

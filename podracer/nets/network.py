@@ -33,6 +33,8 @@ class NetworkConfig:
         return.
       hidden: sizes of the layers of an "mlp" or "pixels"; () passes the flat observation through.
       activation: activation of the hidden layers, except in "resnet", which always uses ReLU.
+      layer_norm: whether each layer of the torso is normalised before its activation
+        (https://arxiv.org/abs/1607.06450); not in "resnet".
       core: the recurrent layer after the torso: "none", "gru" or "lstm".
       core_size: units of the core.
       core_timescale: steps over which the core should remember at first; 0 leaves Flax's initial
@@ -47,6 +49,7 @@ class NetworkConfig:
     torso: str = "mlp"
     hidden: tuple[int, ...] = (64, 64)
     activation: str = "tanh"
+    layer_norm: bool = False
     core: str = "none"
     core_size: int = 128
     core_timescale: int = 0
@@ -68,6 +71,11 @@ class NetworkConfig:
                 "network sizes must be positive, got "
                 f"network.hidden={self.hidden} and network.core_size={self.core_size}"
             )
+        if self.layer_norm and self.torso == "resnet":
+            raise ConfigError(
+                "network.layer_norm=True is for the other torsos; network.torso='resnet' has no "
+                "normalisation"
+            )
         if self.core_timescale != 0 and self.core_timescale < 3:
             raise ConfigError(
                 f"network.core_timescale must be 0 or at least 3 steps, got {self.core_timescale}"
@@ -75,14 +83,14 @@ class NetworkConfig:
 
 
 def _torso(shape: tuple[int, ...], config: NetworkConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
-    if config.torso == "mlp":
-        return mlp.MLP(shape, config.hidden, config.activation, dtype=dtype, rngs=rngs)
-    if config.torso == "pixels":
-        return conv.Pixels(shape, config.hidden, config.activation, dtype=dtype, rngs=rngs)
     if config.torso == "resnet":
         return resnet.ResNet(shape, dtype=dtype, rngs=rngs)
-    activation = mlp.activation(config.activation)
-    return conv.Conv(config.torso, shape, activation, dtype=dtype, rngs=rngs)
+    layers: Any = {"layer_norm": config.layer_norm, "dtype": dtype, "rngs": rngs}
+    if config.torso == "mlp":
+        return mlp.MLP(shape, config.hidden, config.activation, **layers)
+    if config.torso == "pixels":
+        return conv.Pixels(shape, config.hidden, config.activation, **layers)
+    return conv.Conv(config.torso, shape, mlp.activation(config.activation), **layers)
 
 
 def _image(torso: str, leaves: Sequence[jax.ShapeDtypeStruct]) -> int | None:

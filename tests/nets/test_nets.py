@@ -108,6 +108,19 @@ def test_gaussian_log_prob_is_the_density_of_the_stored_action():
     np.testing.assert_allclose(log_prob, np.log(density).sum(-1), rtol=1e-5)
 
 
+@pytest.mark.parametrize("torso", ["mlp", "minatar", "pixels"])
+def test_normalised_layers_ignore_the_scale_of_what_they_take(torso):
+    """Their weights are orthogonal, and biases zero, at first."""
+    observation = jax.random.normal(prng.key(1), (1, 2, *SHAPES.get(torso, (10, 10, 4))))
+    values = []
+    for layer_norm, scale in itertools.product((False, True), (1.0, 100.0)):
+        network, params = make(observation.shape[2:], torso=torso, layer_norm=layer_norm)
+        no = jnp.zeros((1, 2), bool)
+        values.append(network.apply(params, (), scale * observation, no)[2])
+    assert np.abs(values[1] - values[0]).max() > 1e-3
+    np.testing.assert_allclose(values[3], values[2], atol=1e-4)
+
+
 def test_unsigned_bytes_are_scaled_to_one():
     network, params = make((4,))
     no = jnp.zeros((1, 1), bool)
@@ -124,6 +137,7 @@ def test_unsigned_bytes_are_scaled_to_one():
         ({"activation": "tahn"}, "did you mean tanh"),
         ({"dtype": "bfloat"}, "did you mean bfloat16"),
         ({"hidden": (64, 0)}, r"must be positive, got network.hidden=\(64, 0\)"),
+        ({"layer_norm": True, "torso": "resnet"}, "network.layer_norm=True is for the other"),
     ],
 )
 def test_impossible_networks(changes, message):

@@ -31,7 +31,7 @@ NAVIGATION = {
     "Ways to act": ["docs/anakin", "docs/sebulba", "docs/remote"],
     "Environments": ["docs/environments"],
     "Algorithms": [
-        *("docs/ppo", "docs/vtrace", "docs/dqn", "docs/r2d2"),
+        *("docs/ppo", "docs/vtrace", "docs/q_lambda", "docs/dqn", "docs/r2d2"),
         *("docs/d4pg", "docs/muzero", "docs/alphazero"),
     ],
     "Guides": [

@@ -30,10 +30,10 @@ class EvaluationConfig:
         ``Config.updates_per_call``); 0 evaluates only at the end.
       episodes: number of whole episodes of each evaluation.
       max_steps: the longest episode, in steps. A longer one counts with its return up to that step.
-      greedy: act without exploration: PPO and V-trace take the most probable action, DQN and R2D2
-        the one of the highest value (except with probability ``evaluation_epsilon``), D4PG its
-        action without noise, MuZero the most visited one of a search without noise, AlphaZero the
-        network's (see ``evaluation_simulations``); if false, act as in training.
+      greedy: act without exploration: PPO and V-trace take the most probable action, Q(lambda), DQN
+        and R2D2 the one of the highest value (except with probability ``evaluation_epsilon``), D4PG
+        its action without noise, MuZero the most visited one of a search without noise, AlphaZero
+        the network's (see ``evaluation_simulations``); if false, act as in training.
     """
 
     every: int = 0

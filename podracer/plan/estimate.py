@@ -311,6 +311,17 @@ def _replace(config: Config, key: str, value: int) -> Config:
     return dataclasses.replace(config, **{section: changed})
 
 
+def _number_of_agents(config: Config, arch: str, at_once: int) -> tuple[Config, tuple[str, ...]]:
+    """The key of how many agents learn at once on a device, if there are several, and a config
+    that says it."""
+    if arch == "meta":
+        return config, (META_AGENTS,)
+    if at_once == 1:
+        return config, ()
+    # Instead of 0, which is all.
+    return dataclasses.replace(config, agents_at_once=at_once), (AGENTS_AT_ONCE,)
+
+
 def make_plan(
     config: Config, arch: str, env: Any, tpu_slice: Slice, cache: CompileCache | None = None
 ) -> Plan:
@@ -338,12 +349,8 @@ def make_plan(
             return _too_large(_compile(run, tpu_slice, cache), run, memory)
 
         keys = ("num_envs", "unroll_length") + (CAPACITY,) * (too_large.replay > 0)
-        if arch == "meta":
-            keys += (META_AGENTS,)
-        elif run.sizes.agents_at_once > 1:
-            # Instead of 0, which is all.
-            config = dataclasses.replace(config, agents_at_once=run.sizes.agents_at_once)
-            keys += (AGENTS_AT_ONCE,)
+        config, of_agents = _number_of_agents(config, arch, run.sizes.agents_at_once)
+        keys += of_agents
         fits = {key: _largest_that_fits(config, key, too_large, check) for key in keys}
         too_large = dataclasses.replace(too_large, fits=fits)
     gradient_steps = config.gradient_steps.per_update

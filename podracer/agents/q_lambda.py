@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from podracer.agents import q_learning, returns, unrolls
-from podracer.agents.q_learning import EpsilonGreedyConfig
+from podracer.agents.q_learning import ActionValueConfig
 from podracer.agents.settings import Settings
 from podracer.errors import ConfigError
 from podracer.learning import rollout
@@ -41,12 +41,12 @@ DEFAULTS: dict[str, Any] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(EpsilonGreedyConfig):
+class Config(ActionValueConfig):
     """Settings of Q(lambda), in addition to those of every agent.
 
     Attributes:
       dueling, epsilon, epsilon_alpha, evaluation_epsilon: see
-        ``agents.q_learning.EpsilonGreedyConfig``.
+        ``agents.q_learning.ActionValueConfig``.
       lambda_: lambda of the returns, in [0, 1]; 0 bootstraps from the next state alone.
     """
 
@@ -68,7 +68,11 @@ class Config(EpsilonGreedyConfig):
 
     def gradient_steps(self, settings: Settings) -> GradientSteps:
         """See ``agents``."""
-        return unrolls.gradient_steps(settings, whole_unrolls=settings.network.core != "none")
+        return unrolls.gradient_steps(settings, whole_unrolls=self.whole_unrolls(settings))
+
+    def whole_unrolls(self, settings: Settings) -> bool:
+        """Whether an item of a minibatch is the unroll of an environment, as memory needs."""
+        return settings.network.core != "none"
 
 
 class Sample(struct.PyTreeNode):
@@ -117,7 +121,7 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
         )
         past = jax.tree.map(lambda x: x[:-1], timestep)
         sample = Sample(past.observation, past.first, trajectory.action, target.value, target.valid)
-        length = 1 if settings.network.core == "none" else settings.unroll_length
+        length = trajectory.action.shape[0] if config.whole_unrolls(settings) else 1
         return (memory, unrolls.items(sample, length)), stats
 
     def loss(

@@ -17,7 +17,7 @@ from podracer.types import Array, ArrayTree, Carry, Spec, TimeStep, Weights
 
 
 @dataclasses.dataclass(frozen=True)
-class EpsilonGreedyConfig:
+class ActionValueConfig:
     """Settings of agents that act by the values of actions.
 
     Attributes:
@@ -49,11 +49,11 @@ class EpsilonGreedyConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class QLearningConfig(EpsilonGreedyConfig):
+class QLearningConfig(ActionValueConfig):
     """Settings of agents that learn the values of actions with a target network.
 
     Attributes:
-      dueling, epsilon, epsilon_alpha, evaluation_epsilon: see ``EpsilonGreedyConfig``.
+      dueling, epsilon, epsilon_alpha, evaluation_epsilon: see ``ActionValueConfig``.
       n_step: transitions between a value and the one it bootstraps from.
       target_period: gradient steps between two updates of the target network, which copy the
         parameters.
@@ -93,7 +93,7 @@ Inputs = Callable[[ArrayTree, Any, TimeStep], Array] | None
 def make_functions(
     spec: Spec,
     settings: Settings,
-    config: EpsilonGreedyConfig,
+    config: ActionValueConfig,
     network: QNetwork,
     inputs: Inputs = None,
 ):
@@ -142,7 +142,7 @@ def places(num_envs: int, env_ids: Array) -> Array:
     return env_ids % num_envs / max(1, num_envs - 1)
 
 
-def epsilons(config: EpsilonGreedyConfig, place: Array) -> Array:
+def epsilons(config: ActionValueConfig, place: Array) -> Array:
     """The probabilities of random actions at these places, ``[B]``."""
     return config.epsilon ** (1 + config.epsilon_alpha * place)
 

@@ -32,7 +32,7 @@ from podracer.types import Array, TimeStep
 
 
 class Targets(NamedTuple):
-    """The targets of a policy-gradient agent; every field is ``[T, B]`` float32.
+    """Targets over an unroll; every field is ``[T, B]`` float32.
 
     Attributes:
       advantage: advantage of the action taken, 0 where invalid.

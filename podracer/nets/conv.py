@@ -81,8 +81,8 @@ class Pixels(nnx.Module):
 
 
 class Conv(nnx.Module):
-    """Convolutions without padding, then one dense layer, each followed by an activation, with
-    ``layer_norm`` after a normalisation (of the channels of each pixel)."""
+    """Convolutions without padding, then one dense layer, each followed by an activation;
+    ``layer_norm`` normalises before it, the channels of each pixel and the dense layer."""
 
     def __init__(
         self,

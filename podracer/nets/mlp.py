@@ -45,8 +45,8 @@ def norms(
 
 
 class MLP(nnx.Module):
-    """``[N, *shape]`` -> ``[N, hidden[-1]]``; an activation follows each layer, with
-    ``layer_norm`` after a normalisation."""
+    """``[N, *shape]`` -> ``[N, hidden[-1]]``; an activation follows each layer;
+    ``layer_norm`` normalises before it."""
 
     def __init__(
         self,

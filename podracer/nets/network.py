@@ -34,7 +34,8 @@ class NetworkConfig:
       hidden: sizes of the layers of an "mlp" or "pixels"; () passes the flat observation through.
       activation: activation of the hidden layers, except in "resnet", which always uses ReLU.
       layer_norm: whether each layer of the torso is normalised before its activation
-        (https://arxiv.org/abs/1607.06450); not in "resnet".
+        (https://arxiv.org/abs/1607.06450); not in "resnet". D4PG with "mlp" and MuZero's "planes"
+        have no such torso.
       core: the recurrent layer after the torso: "none", "gru" or "lstm".
       core_size: units of the core.
       core_timescale: steps over which the core should remember at first; 0 leaves Flax's initial

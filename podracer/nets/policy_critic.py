@@ -77,8 +77,8 @@ def make_policy_critic(
     Args:
       spec: observation and action spaces.
       config: settings of the network. The torso "mlp" passes the flat observation through:
-        ``hidden`` has an effect for the torso "pixels" only. ``shared`` and ``initial_log_std``
-        have none.
+        ``hidden`` has an effect for the torso "pixels" only, and ``layer_norm`` for those of
+        images. ``shared`` and ``initial_log_std`` have none.
       policy_hidden: sizes of the policy's layers.
       critic_hidden: sizes of the layers of a critic.
       critics: number of critics.

@@ -110,7 +110,7 @@ class Plan:
       num_envs, unroll_length: sizes of the run, for each agent.
       envs_per_core: environments of a learner on each core that learns.
       steps_per_update: environment steps per update of an agent.
-      gradient_steps: gradient steps per update of an agent.
+      gradient_steps: gradient steps per update of an agent, or with "meta" of the rule.
       num_updates: updates of the whole run.
       memory: bytes of memory of a core.
       programs: the programs of the run; () if the run does not fit.
@@ -353,7 +353,8 @@ def make_plan(
         keys += of_agents
         fits = {key: _largest_that_fits(config, key, too_large, check) for key in keys}
         too_large = dataclasses.replace(too_large, fits=fits)
-    gradient_steps = config.gradient_steps.per_update
+    # Of a rule, or of an agent.
+    gradient_steps = 1 if arch == "meta" else config.gradient_steps.per_update
     turns = run.sizes.learners // run.sizes.num_groups // run.sizes.agents_at_once
     # Without too_large, no result is OutOfMemory; isinstance tells the type checker.
     plans = tuple(

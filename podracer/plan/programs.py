@@ -186,8 +186,16 @@ def _meta(config: Config, env: Environment, tpu_slice: Slice) -> TracedRun:
     mesh = mesh_lib.make_mesh(devices, len(devices))
     program = meta_program.make_program(config, len(devices), mesh)
     lowered = program.step.lower(program.state)
-    step = TracedProgram("step", ALL, 1 / program.sizes.updates_per_call, lowered)
-    return TracedRun(program.sizes, [step], True)
+    sizes = program.sizes
+    step = TracedProgram("step", ALL, 1 / sizes.updates_per_call, lowered)
+    # Those of each agent, as in other plans.
+    each = dataclasses.replace(
+        sizes,
+        num_agents=sizes.learners,
+        steps_per_update=sizes.steps_per_update // sizes.learners,
+        total_steps=sizes.total_steps // sizes.learners,
+    )
+    return TracedRun(each, [step], True)
 
 
 def _sebulba(config: Config, env: HostEnvironment, tpu_slice: Slice) -> TracedRun:

@@ -59,8 +59,8 @@ def _agents(plan: Plan) -> str:
         return ""
     each, cores = plan.learners // plan.num_groups, plan.cores // plan.num_groups
     turns = f", {plan.agents_at_once:,} at a time" * (plan.agents_at_once < each)
-    averages = plan.num_agents == 1 and plan.arch != "meta"
-    what, whose = ("averaged groups", "together") if averages else ("agents", "for each agent")
+    several = plan.num_agents > 1
+    what, whose = ("agents", "for each agent") if several else ("averaged groups", "together")
     return (
         f"{plan.learners:,} {what}, {each:,} on each of {plan.num_groups:,} groups of "
         f"{cores:,} core{'s' * (cores > 1)}{turns}; {whose}: "
@@ -68,9 +68,9 @@ def _agents(plan: Plan) -> str:
 
 
 def _unrolls(plan: Plan) -> str:
-    """How many unrolls of all agents an update has; nothing for one of each."""
+    """How many unrolls an update has; nothing for one."""
     unrolls = plan.steps_per_update // (plan.num_envs * plan.unroll_length)
-    return f" x {unrolls:,} unrolls of all agents" if unrolls > 1 else ""
+    return f" x {unrolls:,} unrolls" if unrolls > 1 else ""
 
 
 def print_plan(plan: Plan, console: Console) -> None:

@@ -109,7 +109,11 @@ def test_an_update_without_replay_is_that_of_rlax_and_optax(agent_name, name):
     schedule = make_schedule(config.optimization, 1, T * B)
     update = make_update(agent, optimizer, schedule=schedule, devices=Devices())
     weights = jax.jit(agent.init)(jax.random.key(0))
-    start = TrainState(weights, (), optimizer.init(weights.params), jnp.int32(0))
+    # The last layer of a new network is almost zero, so that all actions have the same value.
+    rng = np.random.default_rng(0)
+    noisy = jax.tree.map(lambda x: x + rng.normal(size=x.shape).astype("f") / 4, weights.params)
+    weights = weights.replace(params=noisy)
+    start = TrainState(weights, (), optimizer.init(noisy), jnp.int32(0))
     trajectory = experience(agent.carry(jnp.arange(B)))
     ours, _, _ = jax.jit(update)(start, (), trajectory, jax.random.key(1))
 

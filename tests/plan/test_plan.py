@@ -115,6 +115,19 @@ def test_the_largest_size_that_fits_is_found_by_few_compilations():
     assert estimate._largest_that_fits(config, "num_envs", excess, lambda config: unknown) is None
 
 
+def test_fewer_agents_are_tried_where_several_learn_at_once():
+    """The number of all of them is 0 in a config."""
+    config = config_of("cartpole.py")
+    for arch, at_once, keys in (
+        ("anakin", 1, ()),
+        ("anakin", 6, ("agents_at_once",)),
+        ("meta", 4, ("lpg.agents",)),
+    ):
+        changed, found = estimate._number_of_agents(config, arch, at_once)
+        assert found == keys
+        assert changed.agents_at_once == (at_once if keys == ("agents_at_once",) else 0)
+
+
 def test_a_replay_that_is_too_large_is_made_smaller():
     """Only its capacity changes its size, and only the other sizes change all other memory."""
     config = config_of("cartpole_dqn.py", **{"replay.capacity": 800_000, "num_envs": 64})
@@ -332,7 +345,7 @@ def test_agents_that_learn_a_rule_exchange_its_gradient_once_a_step(libtpu, caps
     plan = estimate.make_plan(config, "meta", env, chips.get_slice("v5e:4x4"))
     assert (plan.learners, plan.num_groups, plan.agents_at_once) == (32, 16, 2)
     # Five updates of each agent and the unroll that is learned from.
-    assert plan.steps_per_update == 32 * 6 * 4 * 5
+    assert (plan.num_agents, plan.steps_per_update) == (32, 6 * 4 * 5)
     (step,) = plan.programs
     assert (step.host, step.uncounted) == ((), 0)
     # A core gives the rule's gradient and metrics, and nothing of what its agents learn.
@@ -342,7 +355,7 @@ def test_agents_that_learn_a_rule_exchange_its_gradient_once_a_step(libtpu, caps
     assert step.per_update.number == 0
     text = printed(table.print_plan, plan, capsys)
     assert "meta: 32 agents, 2 on each of 16 groups of 1 core; for each agent: 4" in text
-    assert "x 192 unrolls of all agents = 3,840 steps" in text
+    assert "x 5 steps x 6 unrolls = 120 steps per update, 1 gradient" in " ".join(text.split())
 
 
 @needs_libtpu

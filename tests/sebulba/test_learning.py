@@ -59,6 +59,7 @@ def make_anakin(monkeypatch, masked=False, **changes):
         ("ppo", "none", "masked"),
         pytest.param("ppo", "gru", "counting", marks=pytest.mark.slow),
         pytest.param("dqn", "none", "masked", marks=pytest.mark.slow),
+        pytest.param("q_lambda", "gru", "masked", marks=pytest.mark.slow),
         pytest.param("muzero", "none", "masked", marks=pytest.mark.slow),
     ],
 )

@@ -71,6 +71,10 @@ BAD = {
     "zero": (["--config.num_envs=0"], "num_envs must be positive, got 0"),
     "negative": (["--config.unroll_length=-5"], "unroll_length must be positive, got -5"),
     "discount": (["--config.discount=1.5"], "discount must be in [0, 1], got 1.5"),
+    "lambda": (
+        ["--config.agent=q_lambda", "--config.q_lambda.lambda_=2"],
+        "q_lambda.lambda_ must be in [0, 1], got 2",
+    ),
     "too late": (["--config.cpu_devices=9"], "cpu_devices=9, but JAX already runs with 8"),
     "seed": (["--config.seed=4294967296"], "seed must be below 2^32, got 4294967296"),
     "environment's argument": (

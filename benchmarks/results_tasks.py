@@ -114,6 +114,7 @@ SETS: dict[str, list[Task]] = {
         Task("CartPole", "cartpole", references=(gymnax(500),), top=True),
         Task("CartPole", "cartpole", changes=("agent=vtrace",), references=(gymnax(500),)),
         Task("CartPole", "cartpole_dqn", references=(gymnax(500),)),
+        Task("Catch", "catch"),
         Task("Acrobot", "acrobot", references=(gymnax(-80), zoo(-73.5))),
         Task("MountainCar", "mountain_car", references=(gymnax(-118), zoo(-110))),
         Task("Pendulum", "pendulum", references=(gymnax(-130), zoo(-172))),
@@ -137,9 +138,7 @@ SETS: dict[str, list[Task]] = {
         Task("Atari Pong", "atari", "sebulba", seeds=3, references=(zoo(20.99),), top=True),
     ],
     "pong_replay": [
-        Task(
-            "Atari Pong", "pong_r2d2", "sebulba", seeds=3, references=(zoo(20.6, "DQN"),), top=True
-        ),
+        Task("Atari Pong", "pong_r2d2", "sebulba", references=(zoo(20.6, "DQN"),), top=True),
         Task(
             "Atari Pong", "pong_dqn", "sebulba", seeds=3, references=(zoo(20.6, "DQN"),), top=True
         ),

@@ -67,7 +67,7 @@ class Pixels(nnx.Module):
         hidden: Sequence[int],
         activation: str,
         *,
-        layer_norm: bool,
+        layer_norm: bool = False,
         dtype: jnp.dtype,
         rngs: nnx.Rngs,
     ):
@@ -90,7 +90,7 @@ class Conv(nnx.Module):
         shape: tuple[int, ...],
         activation: Callable[[jax.Array], jax.Array],
         *,
-        layer_norm: bool,
+        layer_norm: bool = False,
         dtype: jnp.dtype,
         rngs: nnx.Rngs,
     ):

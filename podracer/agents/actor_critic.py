@@ -11,13 +11,7 @@ from podracer.agents import normalization
 from podracer.agents.settings import Settings
 from podracer.nets import heads
 from podracer.nets.actor_critic import Network
-from podracer.types import (
-    Array,
-    Carry,
-    Spec,
-    TimeStep,
-    Weights,
-)
+from podracer.types import Array, Carry, Spec, TimeStep, Weights
 
 
 class ActorCriticCarry(struct.PyTreeNode):

@@ -234,7 +234,7 @@ def _check(spec: Spec, settings: Settings) -> None:
             "agent='alphazero' searches with the environment's own rewards, not normalised ones; "
             "set normalize_rewards=False"
         )
-    if settings.network.core != "none":
+    if settings.network.recurrent:
         raise ConfigError(
             f"network.core={settings.network.core!r}: a search sees states without their past; use "
             "network.core='none'"

@@ -78,8 +78,7 @@ class Config:
                 "ppo.objective='kl_penalty' measures the divergence in the last pass over an "
                 f"unroll, and needs a num_epochs of at least 2, got {settings.rollout.num_epochs}"
             )
-        whole = settings.network.core != "none"
-        return unrolls.gradient_steps(settings, whole_unrolls=whole)
+        return unrolls.gradient_steps(settings, whole_unrolls=settings.network.recurrent)
 
     def __post_init__(self):
         if not 0 <= self.gae_lambda <= 1:

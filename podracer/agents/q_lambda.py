@@ -68,11 +68,7 @@ class Config(ActionValueConfig):
 
     def gradient_steps(self, settings: Settings) -> GradientSteps:
         """See ``agents``."""
-        return unrolls.gradient_steps(settings, whole_unrolls=self.whole_unrolls(settings))
-
-    def whole_unrolls(self, settings: Settings) -> bool:
-        """Whether an item of a minibatch is the unroll of an environment, as memory needs."""
-        return settings.network.core != "none"
+        return unrolls.gradient_steps(settings, whole_unrolls=settings.network.recurrent)
 
 
 class Sample(struct.PyTreeNode):
@@ -121,7 +117,7 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
         )
         past = jax.tree.map(lambda x: x[:-1], timestep)
         sample = Sample(past.observation, past.first, trajectory.action, target.value, target.valid)
-        length = trajectory.action.shape[0] if config.whole_unrolls(settings) else 1
+        length = trajectory.action.shape[0] if settings.network.recurrent else 1
         return (memory, unrolls.items(sample, length)), stats
 
     def loss(

@@ -38,7 +38,7 @@ def make_item(settings: Settings, devices: Devices, n_step: int) -> Item:
     Raises:
       ConfigError: the network has a core.
     """
-    if settings.network.core != "none":
+    if settings.network.recurrent:
         raise ConfigError(
             f"network.core={settings.network.core!r} needs sequences, but this agent learns from "
             "single transitions; use network.core='none', agent='r2d2' for discrete actions, or "

@@ -352,7 +352,7 @@ def make_model(spec: Spec, network: NetworkConfig, config: ModelConfig, atoms: i
       ConfigError: the network has a core, or can't take the observations.
     """
     masks.check(spec)
-    if network.core != "none":
+    if network.recurrent:
         raise ConfigError(
             f"network.core={network.core!r}: a model's states are computed from one observation; "
             "use network.core='none', and for environments that need memory agent='r2d2' or "

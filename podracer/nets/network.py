@@ -82,6 +82,11 @@ class NetworkConfig:
                 f"network.core_timescale must be 0 or at least 3 steps, got {self.core_timescale}"
             )
 
+    @property
+    def recurrent(self) -> bool:
+        """Whether there is a core, so that the network must be trained on whole sequences."""
+        return self.core != "none"
+
 
 def _torso(shape: tuple[int, ...], config: NetworkConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
     if config.torso == "resnet":
@@ -174,7 +179,7 @@ class Branch(nnx.Module):
 
 def initial_carry(config: NetworkConfig, batch: int) -> Carry:
     """The carry of a branch at the start of an episode, ``[batch, ...]``; ``()`` without a core."""
-    if config.core == "none":
+    if not config.recurrent:
         return ()
     return recurrent.initial_carry(config.core, config.core_size, batch)
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from podracer import config as config_lib
 from podracer.config import Config
 from podracer.errors import ConfigError, run_command
-from podracer.plan import chips, estimate, programs, table
+from podracer.plan import architectures, chips, estimate, table
 from podracer.plan.estimate import Plan
 from podracer.training import command_line
 
@@ -75,16 +75,16 @@ def make_plans(
             "--num_slices must be positive and --envs_per_core not negative, got "
             f"{num_slices} and {envs_per_core}"
         )
-    arch = programs.resolve_architecture(config, arch)
+    architecture = architectures.resolve(config, arch)
     slices = [chips.get_slice(name, num_slices) for name in topology]
-    env = programs.make_env(config, arch)
+    env = architecture.make_env(config)
     plans, cache = [], {}
     for tpu_slice in slices:
         scaled = config
         if envs_per_core:
-            learners = programs.num_learner_devices(config, arch, tpu_slice)
+            learners = architecture.num_learner_devices(config, tpu_slice)
             scaled = config.scaled(envs_per_core * learners)
-        plans.append(estimate.make_plan(scaled, arch, env, tpu_slice, cache))
+        plans.append(estimate.make_plan(scaled, architecture, env, tpu_slice, cache))
     return plans
 
 

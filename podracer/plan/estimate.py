@@ -1,27 +1,18 @@
 """Estimates the memory that a run needs on a slice, and an upper bound of its speed."""
 
 import dataclasses
-import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from podracer.config import Config
 from podracer.errors import ConfigError
 from podracer.plan import costs, programs
+from podracer.plan.architectures import ACTORS, Architecture, TracedRun
 from podracer.plan.chips import Slice
 from podracer.plan.costs import COLLECTIVES, Kernel
-from podracer.plan.programs import CompileResult, Memory, OutOfMemory, TracedRun
+from podracer.plan.programs import CompileResult, Memory, OutOfMemory
 
-CAPACITY, AGENTS_AT_ONCE, META_AGENTS = "replay.capacity", "agents_at_once", "lpg.agents"
-NOT_INCLUDED = (
-    "host time between calls, metrics and evaluation",
-    "latency of collectives (only their bytes are counted)",
-    "the network between slices",
-)
-NOT_INCLUDED_SEBULBA = (
-    "environments on the host, and transfers between host and devices",
-    "waiting between programs: for the unrolls of other threads, and for new weights",
-)
+CAPACITY = "replay.capacity"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,9 +239,9 @@ def _compile(
     for program in run.programs:
         # A program of a single device is the same on all slices of a chip.
         key = (tpu_slice.topology.partition(":")[0], program.lowered.as_text())
-        result = cache.get(key) if program.where == programs.ACTORS else None
+        result = cache.get(key) if program.where == ACTORS else None
         result = result or programs.compile_traced(program)
-        if program.where == programs.ACTORS:
+        if program.where == ACTORS:
             cache[key] = result
         results.append(result)
         if isinstance(result, OutOfMemory):
@@ -264,7 +255,11 @@ def _divisors(n: int) -> Iterator[int]:
 
 
 def _largest_that_fits(
-    config: Config, key: str, excess: TooLarge, check: Callable[[Config], TooLarge | None]
+    config: Config,
+    key: str,
+    size: int,
+    excess: TooLarge,
+    check: Callable[[Config], TooLarge | None],
 ) -> int | None:
     """The largest divisor of a size with which a run fits; None if none does.
 
@@ -274,10 +269,10 @@ def _largest_that_fits(
     Args:
       config: config of a run that does not fit.
       key: dotted config key of the size.
+      size: the size of that run, for which the config may have 0.
       excess: the memory that the run needs and the memory that is available.
       check: compiles the run of a config; returns None if it fits.
     """
-    size = operator.attrgetter(key)(config)
     limit = _limit(key, size, excess)
     for smaller in _divisors(size):
         if smaller > limit:
@@ -311,26 +306,19 @@ def _replace(config: Config, key: str, value: int) -> Config:
     return dataclasses.replace(config, **{section: changed})
 
 
-def _number_of_agents(config: Config, arch: str, at_once: int) -> tuple[Config, tuple[str, ...]]:
-    """The key of how many agents learn at once on a device, if there are several, and a config
-    that says it."""
-    if arch == "meta":
-        return config, (META_AGENTS,)
-    if at_once == 1:
-        return config, ()
-    # Instead of 0, which is all.
-    return dataclasses.replace(config, agents_at_once=at_once), (AGENTS_AT_ONCE,)
-
-
 def make_plan(
-    config: Config, arch: str, env: Any, tpu_slice: Slice, cache: CompileCache | None = None
+    config: Config,
+    arch: Architecture,
+    env: Any,
+    tpu_slice: Slice,
+    cache: CompileCache | None = None,
 ) -> Plan:
     """Compiles a run for a slice and estimates its memory and speed.
 
     Args:
       config: config of the run.
-      arch: "anakin", "meta" or "sebulba".
-      env: the environment, from ``programs.make_env``.
+      arch: the architecture of the run.
+      env: the environment, from ``arch.make_env``.
       tpu_slice: the slice.
       cache: programs that other plans have compiled; this plan's are added.
 
@@ -339,26 +327,28 @@ def make_plan(
     """
     memory = tpu_slice.chip.memory * tpu_slice.chips_per_device
     cache = {} if cache is None else cache
-    run = programs.trace_run(config, arch, env, tpu_slice)
+    run = arch.trace(config, env, tpu_slice)
     results = _compile(run, tpu_slice, cache)
     too_large = _too_large(results, run, memory)
     if too_large:
 
         def check(config: Config) -> TooLarge | None:
-            run = programs.trace_run(config, arch, env, tpu_slice)
+            run = arch.trace(config, env, tpu_slice)
             return _too_large(_compile(run, tpu_slice, cache), run, memory)
 
-        keys = ("num_envs", "unroll_length") + (CAPACITY,) * (too_large.replay > 0)
-        config, of_agents = _number_of_agents(config, arch, run.sizes.agents_at_once)
-        keys += of_agents
-        fits = {key: _largest_that_fits(config, key, too_large, check) for key in keys}
+        smaller = {"num_envs": config.num_envs, "unroll_length": config.unroll_length}
+        if too_large.replay:
+            smaller[CAPACITY] = config.replay.capacity
+        smaller |= run.at_once
+        fits = {
+            key: _largest_that_fits(config, key, size, too_large, check)
+            for key, size in smaller.items()
+        }
         too_large = dataclasses.replace(too_large, fits=fits)
-    # Of a rule, or of an agent.
-    gradient_steps = 1 if arch == "meta" else config.gradient_steps.per_update
     turns = run.sizes.learners // run.sizes.num_groups // run.sizes.agents_at_once
     # Without too_large, no result is OutOfMemory; isinstance tells the type checker.
     plans = tuple(
-        _plan_program(result, tpu_slice, gradient_steps * turns)
+        _plan_program(result, tpu_slice, run.gradient_steps * turns)
         for result in results
         if not too_large and isinstance(result, CompileResult)
     )
@@ -371,7 +361,7 @@ def make_plan(
     return Plan(
         topology=tpu_slice.topology,
         num_slices=tpu_slice.num_slices,
-        arch=arch,
+        arch=arch.name,
         chips=tpu_slice.num_chips,
         cores=len(tpu_slice.devices),
         hosts=len(tpu_slice.hosts),
@@ -383,12 +373,12 @@ def make_plan(
         envs_per_core=sizes.envs_per_device,
         unroll_length=sizes.unroll_length,
         steps_per_update=sizes.steps_per_update,
-        gradient_steps=gradient_steps,
+        gradient_steps=run.gradient_steps,
         num_updates=sizes.num_updates,
         memory=memory,
         programs=plans,
         too_large=too_large,
         roofline_steps_per_second=speed("roofline_seconds"),
         compiler_steps_per_second=speed("compiler_seconds"),
-        not_included=NOT_INCLUDED + (NOT_INCLUDED_SEBULBA if arch == "sebulba" else ()),
+        not_included=arch.not_included,
     )

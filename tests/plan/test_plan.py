@@ -12,9 +12,10 @@ import pytest
 from rich.console import Console
 
 from podracer import config as config_lib
+from podracer.config.sizes import make_sizes
 from podracer.errors import ConfigError, ExitCode, run_command
 from podracer.plan import __main__ as plan_main
-from podracer.plan import chips, estimate, programs, table
+from podracer.plan import architectures, chips, estimate, programs, table
 from podracer.plan.costs import Kernel
 from podracer.training import lifetimes
 from podracer.xla_cpu import prng
@@ -108,24 +109,48 @@ def test_the_largest_size_that_fits_is_found_by_few_compilations():
         return estimate.TooLarge("step", 100 + n, 500, 0, {}, "") if 100 + n > 500 else None
 
     excess = estimate.TooLarge("step", 4196, 500, 0, {}, "")
-    assert estimate._largest_that_fits(config, "num_envs", excess, check) == 256
+    assert estimate._largest_that_fits(config, "num_envs", 4096, excess, check) == 256
     # 4096 * 500 / 4196 = 488, so that 512 is not tried.
     assert tried == [256]
     unknown = estimate.TooLarge("step", 0, 0, 0, {}, "")
-    assert estimate._largest_that_fits(config, "num_envs", excess, lambda config: unknown) is None
+    assert estimate._largest_that_fits(config, "num_envs", 4096, excess, lambda _: unknown) is None
 
 
-def test_fewer_agents_are_tried_where_several_learn_at_once():
-    """The number of all of them is 0 in a config."""
-    config = config_of("cartpole.py")
-    for arch, at_once, keys in (
-        ("anakin", 1, ()),
-        ("anakin", 6, ("agents_at_once",)),
-        ("meta", 4, ("lpg.agents",)),
-    ):
-        changed, found = estimate._number_of_agents(config, arch, at_once)
-        assert found == keys
-        assert changed.agents_at_once == (at_once if keys == ("agents_at_once",) else 0)
+class CpuSlice(chips.Slice):
+    """Two CPU devices in place of the cores of a chip."""
+
+    @property
+    def num_chips(self):
+        return 1
+
+
+def test_fewer_agents_are_tried_where_several_learn_at_once(monkeypatch):
+    """The config says 0, which is all six that each of the two devices has."""
+    tpu_slice = CpuSlice("v3:1x1", 1, chips.CHIPS["v3"], jax.devices()[:2])
+    config = config_of("cartpole.py", num_seeds=12)
+    env = architectures.ANAKIN.make_env(config)
+    run, one = (
+        architectures.ANAKIN.trace(of_agents, env, tpu_slice)
+        for of_agents in (config, config_of("cartpole.py", num_seeds=2))
+    )
+    assert (run.at_once, one.at_once) == ({"agents_at_once": 6}, {})
+    tried = []
+
+    def too_large(results, run, memory):
+        sizes = run.sizes
+        tried.append((sizes.num_envs, sizes.unroll_length, sizes.agents_at_once))
+        needed, available = math.prod(tried[-1]), 32 * 128 * 4
+        excess = estimate.TooLarge("step", needed, available, 0, {}, "")
+        return excess if needed > available else None
+
+    monkeypatch.setattr(estimate, "_too_large", too_large)
+    monkeypatch.setattr(programs, "compile_traced", lambda program: None)
+    arch = architectures.ANAKIN._replace(
+        trace=lambda config, env, tpu_slice: run._replace(sizes=make_sizes(config, 2))
+    )
+    plan = estimate.make_plan(config, arch, env, tpu_slice)
+    assert plan.too_large.fits == {"num_envs": 16, "unroll_length": 64, "agents_at_once": 3}
+    assert tried == [(32, 128, 6), (16, 128, 6), (32, 64, 6), (32, 128, 3)]
 
 
 def test_a_replay_that_is_too_large_is_made_smaller():
@@ -141,18 +166,19 @@ def test_a_replay_that_is_too_large_is_made_smaller():
 
     excess = check(config)
     tried.clear()
-    assert estimate._largest_that_fits(config, "replay.capacity", excess, check) == 200_000
-    assert estimate._largest_that_fits(config, "num_envs", excess, check) is None
+    largest = estimate._largest_that_fits
+    assert largest(config, "replay.capacity", 800_000, excess, check) == 200_000
+    assert largest(config, "num_envs", 64, excess, check) is None
     assert tried == [(64, 200)]
 
 
 def test_the_architecture_follows_from_the_environment():
-    assert programs.resolve_architecture(config_of("cartpole.py"), "") == "anakin"
-    assert programs.resolve_architecture(config_of("atari.py"), "") == "sebulba"
-    assert programs.resolve_architecture(config_of("cartpole.py"), "sebulba") == "sebulba"
-    assert programs.resolve_architecture(config_of("lpg.py"), "") == "anakin"
+    assert architectures.resolve(config_of("cartpole.py"), "") is architectures.ANAKIN
+    assert architectures.resolve(config_of("atari.py"), "") is architectures.SEBULBA
+    assert architectures.resolve(config_of("cartpole.py"), "sebulba") is architectures.SEBULBA
+    assert architectures.resolve(config_of("lpg.py"), "") is architectures.ANAKIN
     with pytest.raises(ConfigError, match="sebulba"):
-        programs.resolve_architecture(config_of("cartpole.py"), "sebula")
+        architectures.resolve(config_of("cartpole.py"), "sebula")
 
 
 def run(*arguments):
@@ -196,7 +222,7 @@ def test_printed_plans(capsys):
     memory = programs.Memory(2**20, 2**18, 2**20, 3 * 2**19, 2**20, 2**19, 2**22)
     one, two, sent = (estimate.Collectives(*x) for x in ((1.0, 2048.0), (2.0, 24.0), (0.1, 16.4)))
     program = estimate.ProgramPlan(
-        "step", programs.ALL, memory, 9.25, 7.88e9, 9.06e6, 9094.0, one, two, sent,
+        "step", architectures.ALL, memory, 9.25, 7.88e9, 9.06e6, 9094.0, one, two, sent,
         ("infeed.1",), 3, 5.69e-5, None,
     )  # fmt: skip
     plan = estimate.Plan(
@@ -311,8 +337,8 @@ def test_cartpole_scales_to_a_full_pod(libtpu):
         num_envs = 16 * len(tpu_slice.devices)
         sizes = {"num_envs": num_envs, "total_steps": 10**9, "updates_per_call": 2}
         config = config_of("cartpole.py", **sizes)
-        env = programs.make_env(config, "anakin")
-        plans.append(estimate.make_plan(config, "anakin", env, tpu_slice))
+        env = architectures.ANAKIN.make_env(config)
+        plans.append(estimate.make_plan(config, architectures.ANAKIN, env, tpu_slice))
     check_scaling([plan.programs[0] for plan in plans])
     assert [plan.cores for plan in plans] == [8, 16, 2048]
     json.dumps([dataclasses.asdict(plan) for plan in plans])
@@ -326,8 +352,8 @@ def test_agents_of_different_groups_exchange_no_gradients_and_turns_need_less_me
     for at_once in (0, 1):
         sizes = {"num_envs": 256, "updates_per_call": 2}
         config = config_of("cartpole.py", num_seeds=16, agents_at_once=at_once, **sizes)
-        env = programs.make_env(config, "anakin")
-        plans.append(estimate.make_plan(config, "anakin", env, tpu_slice))
+        env = architectures.ANAKIN.make_env(config)
+        plans.append(estimate.make_plan(config, architectures.ANAKIN, env, tpu_slice))
     for plan, at_once in zip(plans, (4, 1), strict=True):
         assert (plan.num_agents, plan.num_groups, plan.agents_at_once) == (16, 4, at_once)
         assert plan.programs[0].per_gradient_step.number == 0
@@ -341,8 +367,8 @@ def test_agents_of_different_groups_exchange_no_gradients_and_turns_need_less_me
 def test_agents_that_learn_a_rule_exchange_its_gradient_once_a_step(libtpu, capsys):
     sizes = {"num_envs": 4, "unroll_length": 5, "updates_per_call": 2, "lpg.agents": 32}
     config = config_of("lpg.py", **sizes)
-    env = programs.make_env(config, "meta")
-    plan = estimate.make_plan(config, "meta", env, chips.get_slice("v5e:4x4"))
+    env = architectures.META.make_env(config)
+    plan = estimate.make_plan(config, architectures.META, env, chips.get_slice("v5e:4x4"))
     assert (plan.learners, plan.num_groups, plan.agents_at_once) == (32, 16, 2)
     # Five updates of each agent and the unroll that is learned from.
     assert (plan.num_agents, plan.steps_per_update) == (32, 6 * 4 * 5)
@@ -365,8 +391,8 @@ def test_groups_that_average_send_their_weights_to_other_slices_at_averages_only
     for changes in ({}, {"averaging.groups": 2, "averaging.every": 2}):
         sizes = {"num_envs": 64, "total_steps": 10**6, "updates_per_call": 2}
         config = config_of("cartpole.py", **sizes, **changes)
-        env = programs.make_env(config, "anakin")
-        plan = estimate.make_plan(config, "anakin", env, tpu_slice)
+        env = architectures.ANAKIN.make_env(config)
+        plan = estimate.make_plan(config, architectures.ANAKIN, env, tpu_slice)
         sent.append(plan.programs[0].between_slices)
     assert sent[0].number >= plan.gradient_steps
     assert sent[1].number == 0.5
@@ -389,11 +415,11 @@ def test_the_atari_learner_scales_to_a_full_pod(libtpu):
             "ppo.advantage_normalization": "batch",
         }
         config = config_of("atari.py", **changes)
-        learners = programs.num_learner_devices(config, "sebulba", tpu_slice)
+        learners = architectures.SEBULBA.num_learner_devices(config, tpu_slice)
         config = dataclasses.replace(config, num_envs=8 * learners)
-        env = programs.make_env(config, "sebulba")
-        run = programs.trace_run(config, "sebulba", env, tpu_slice)
-        (update,) = [program for program in run.programs if program.where == programs.LEARNERS]
+        env = architectures.SEBULBA.make_env(config)
+        run = architectures.SEBULBA.trace(config, env, tpu_slice)
+        (update,) = [program for program in run.programs if program.where == architectures.LEARNERS]
         compiled = programs.compile_traced(update)
         assert isinstance(compiled, programs.CompileResult)
         plans.append(estimate._plan_program(compiled, tpu_slice, config.gradient_steps.per_update))
@@ -406,8 +432,8 @@ def test_the_atari_learner_scales_to_a_full_pod(libtpu):
 def test_a_run_that_is_too_large_reports_sizes_that_fit(libtpu, capsys):
     tpu_slice = chips.get_slice("v5e:2x2")
     config = config_of("cartpole.py", num_envs=2**22, num_epochs=1)
-    env = programs.make_env(config, "anakin")
-    plan = estimate.make_plan(config, "anakin", env, tpu_slice)
+    env = architectures.ANAKIN.make_env(config)
+    plan = estimate.make_plan(config, architectures.ANAKIN, env, tpu_slice)
     excess = plan.too_large
     assert excess.needed > excess.available > 15 * chips.GIB
     assert plan.programs == ()

@@ -184,18 +184,20 @@ def global_shapes(part: ArrayTree, mesh: Mesh, specs: Any) -> ArrayTree:
 
 
 def sharded_shapes(tree: ArrayTree, mesh: Mesh, specs: Any) -> ArrayTree:
-    """Shapes of arrays with their shardings.
+    """Shapes of arrays with their shardings, weakly typed where the arrays are, so that a function
+    that was traced with them is not traced again for the arrays.
 
     Args:
       tree: whole arrays, or their shapes.
       mesh: all devices.
       specs: the sharding of each array; a tree that is a prefix of ``tree``.
     """
-    return _by_spec(
-        lambda spec, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
-        specs,
-        tree,
-    )
+
+    def shape(spec: P, x: Any) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type)
+
+    return _by_spec(shape, specs, tree)
 
 
 def from_parts(parts: Sequence[ArrayTree], mesh: Mesh, specs: Any) -> ArrayTree:

@@ -1,10 +1,12 @@
-"""The mesh: what its documentation promises of reproducibility."""
+"""The mesh: what its documentation promises, and its order of devices and types of arrays."""
 
 import re
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from podracer.distributed import mesh
 
@@ -30,3 +32,20 @@ def test_devices_are_grouped_by_process_in_whatever_order_jax_lists_them(monkeyp
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     found = mesh.initialize_devices(1, required=False)
     assert [device.id for device in found] == [0, 2, 1, 3]
+
+
+def test_what_was_traced_with_shapes_is_not_traced_again_with_the_arrays():
+    """An environment's clock may be a weakly typed 0."""
+    devices, specs = mesh.make_mesh(jax.devices()[:2], 1), {"clock": P(), "keys": P("devices")}
+    init = jax.jit(
+        mesh.per_device(
+            lambda: {"clock": 0 * jnp.asarray(1), "keys": jnp.ones(3)}, devices, (), specs
+        )
+    )
+    traced = []
+    step = jax.jit(lambda state: traced.append(state))
+    step.trace(mesh.sharded_shapes(jax.eval_shape(init), devices, specs))
+    state = init()
+    assert state["clock"].weak_type
+    step.lower(state)
+    assert len(traced) == 1

@@ -43,7 +43,11 @@ def _start(observation: Array) -> TimeStep:
 
 
 def counting(
-    length: int = 5, vary: int = 3, truncate: bool = False, next_step: bool = False
+    length: int = 5,
+    vary: int = 3,
+    truncate: bool = False,
+    next_step: bool = False,
+    continuous: bool = False,
 ) -> Environment:
     """Counts its steps: the observation is ``[count since the episode began, episode length]``.
 
@@ -56,6 +60,7 @@ def counting(
       vary: how many steps longer the longest episode is.
       truncate: episodes are truncated instead of terminated.
       next_step: an episode begins in the step after the previous one's end instead of in the same.
+      continuous: the action space is a box [-1, 1] instead of two discrete actions.
     """
 
     def reset(key: Array) -> tuple[Array, TimeStep]:
@@ -78,7 +83,7 @@ def counting(
         )
         return state, timestep
 
-    return Environment(_spec((2,), continuous=False), reset, step)
+    return Environment(_spec((2,), continuous), reset, step)
 
 
 class CountingPool:
@@ -112,6 +117,19 @@ class CountingPool:
 
     def close(self) -> None:
         pass
+
+
+def _host_counting(
+    length: int = 5, vary: int = 3, truncate: bool = False, continuous: bool = False
+) -> HostEnvironment:
+    """``counting`` on the host, with the same arguments."""
+    spec = _spec((2,), continuous)
+
+    def pool(seeds: Sequence[int], threads: int) -> CountingPool:
+        del threads
+        return CountingPool(seeds, length, vary, truncate)
+
+    return HostEnvironment(spec, pool, spec.observation, lambda observation, _: observation)
 
 
 Reward = Callable[[Array, Array], Array]
@@ -242,14 +260,8 @@ def make_host(
     if name in BANDITS:
         check_kwargs(f"dummy:{name}", BANDITS[name], kwargs)
         return bandits.make_host(BANDITS[name](**kwargs))
-    check_kwargs(f"dummy:{name}", CountingPool, {"seeds": (), **kwargs})
-    spec = _spec((2,), continuous=False)
-
-    def pool(seeds: Sequence[int], threads: int) -> CountingPool:
-        del threads
-        return CountingPool(seeds, **kwargs)
-
-    return HostEnvironment(spec, pool, spec.observation, lambda observation, _: observation)
+    check_kwargs(f"dummy:{name}", _host_counting, kwargs)
+    return _host_counting(**kwargs)
 
 
 def make(name: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Environment:

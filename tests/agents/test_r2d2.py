@@ -47,8 +47,16 @@ def episodes_between(stream: references.Stream, start: int, end: int) -> referen
 class Case:
     """An agent with a recurrent network, and a batch of one random sequence an environment."""
 
-    def __init__(self, *, rescale: bool = True, reward_deviation: float = 0.0):
-        """``reward_deviation``: by which rewards are normalised; 0 does not normalise them."""
+    def __init__(
+        self, *, rescale: bool = True, next_step: bool = True, reward_deviation: float = 0.0
+    ):
+        """Makes both.
+
+        Args:
+          rescale: ``r2d2.rescale``.
+          next_step: whether an episode begins in the step after the end of the one before.
+          reward_deviation: by which rewards are normalised; 0 does not normalise them.
+        """
         config = make_config(
             agent="r2d2",
             discount=DISCOUNT,
@@ -77,11 +85,11 @@ class Case:
         moments = normalization.init(jnp.float32(0)).replace(variance=reward_deviation**2)
         stats = {"observation": (), "reward": moments if reward_deviation else ()}
         self.state = TrainState(Weights(self.params, stats), target, (), jnp.int32(0))
-        self._replay(rng)
+        self._replay(rng, next_step)
 
-    def _replay(self, rng):
+    def _replay(self, rng, next_step):
         """Adds two unrolls, after which the first one is an item of each environment."""
-        stream = references.random_stream(rng, 2 * UNROLL, ITEMS, next_step=True, truncate=0.5)
+        stream = references.random_stream(rng, 2 * UNROLL, ITEMS, next_step=next_step, truncate=0.5)
         observation = rng.normal(size=(2 * UNROLL + 1, ITEMS, 1)).astype(np.float32)
         timestep = stream.timestep.replace(observation=observation)
         self.action = rng.integers(0, ACTIONS, (2 * UNROLL, ITEMS))
@@ -138,9 +146,12 @@ def paper_priority(error, valid):
     return 0.9 * size.max(0) + 0.1 * size.sum(0) / valid.sum(0)
 
 
-@pytest.mark.parametrize("rescaled", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_the_loss_and_the_priorities_are_those_of_the_paper(rescaled):
-    case = make_case(rescale=rescaled)
+@pytest.mark.parametrize(
+    ("rescaled", "next_step"),
+    [(True, True), *(pytest.param(x, not x, marks=pytest.mark.slow) for x in (False, True))],
+)
+def test_the_loss_and_the_priorities_are_those_of_the_paper(rescaled, next_step):
+    case = make_case(rescale=rescaled, next_step=next_step)
     scale = h if rescaled else lambda x: x
     unscale = (lambda x: np.asarray(value_scale.unscale(x))) if rescaled else lambda x: x
     q, q_target = unrolled(case, case.params), unrolled(case, case.state.target)

@@ -145,21 +145,40 @@ def test_many_updates_in_one_call_equal_as_many_calls_of_one():
     np.testing.assert_allclose(flat(expected), flat(state), atol=1e-6)
 
 
+def reduced(text: str) -> list[list[int]]:
+    """The numbers of floats of all arrays of each all-reduce in a compiled program."""
+    reduces = re.findall(r"= (\([^)]*\)|\S+) all-reduce(?:-start)?\(", text)
+    return [[int(n) for n in re.findall(r"f32\[(\d+)\]", reduce)] for reduce in reduces]
+
+
 @AGENTS
 def test_compiled_step_has_one_reduce_per_gradient_step_and_no_callback(agent):
     _, _, state, step = shared_run(agent, 1)
     text = step.as_text()
-    reduces = re.findall(r"= (\([^)]*\)|\S+) all-reduce(?:-start)?\(", text)
-    sizes = [[int(n) for n in re.findall(r"f32\[(\d+)\]", reduce)] for reduce in reduces]
+    reduces = reduced(text)
     # The minibatch loop's body occurs once in the program, with one reduce of gradients and
     # metrics. The others are whole-batch advantage normalisation (PPO) and the episodes of all
     # updates, a few numbers each, which XLA may join.
     params = sum(x.size for x in jax.tree.leaves(state.train.weights.params))
-    assert len([reduce for reduce in sizes if max(reduce) >= params]) == 1
+    assert len([reduce for reduce in reduces if max(reduce) >= params]) == 1
     assert len(reduces) <= (3 if agent == "ppo" else 2)
     targets = re.findall(r'custom_call_target="([^"]*)"', text)
     assert not [target for target in targets if "callback" in target]
     assert not re.findall(r"= \S+ (?:infeed|outfeed|send|recv)\(", text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("agent", ["dqn", "r2d2", "d4pg"])
+def test_a_gradient_step_with_a_replay_reduces_all_parameters_at_once(agent):
+    """D4PG's two optimizers have one gradient. The largest importance weight is a reduce of its
+    own, as it precedes the loss."""
+    env = {"env": "dummy:counting", "env_kwargs": {"continuous": agent == "d4pg"}}
+    own = {"network__hidden": (64,), **OWN.get(agent, REPLAY)}
+    _, _, state, step = make_run(make_config(agent=agent, num_envs=16, **env, **own), 4)
+    reduces = reduced(step.lower(state).compile().as_text())
+    params = sum(x.size for x in jax.tree.leaves(state.train.weights.params))
+    assert len([reduce for reduce in reduces if sum(reduce) >= params]) == 1
+    assert max(sum(x) for x in reduces if sum(x) < params) < params / 10
 
 
 def test_step_is_traced_once_and_leaks_nothing():

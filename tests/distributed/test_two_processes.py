@@ -51,6 +51,12 @@ def test_two_processes_agree_train_and_fail_together(tmp_path):
     assert f"error: {why}" in ended[1][1]
 
 
+OWN = {
+    "r2d2": {"network.core": "lstm", "r2d2.burn_in": 4, "r2d2.trace": 8},
+    "d4pg": {"env_kwargs.continuous": True},
+}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
@@ -58,9 +64,11 @@ def test_two_processes_agree_train_and_fail_together(tmp_path):
     [
         ("anakin", "dqn", 2, 4),
         ("anakin", "muzero", 2, 4),
+        ("anakin", "r2d2", 2, 4),
         ("anakin", "vtrace", 4, 8),
         # Each host has one actor and one learner.
         ("sebulba", "dqn", 2, 2),
+        ("sebulba", "d4pg", 2, 2),
         ("sebulba", "ppo", 2, 2),
         ("sebulba", "vtrace", 4, 4),
     ],
@@ -70,8 +78,9 @@ def test_several_processes_learn_what_one_does(architecture, agent, count, learn
     alone = {"cpu_devices": learners}
     if architecture == "sebulba":
         alone = {"cpu_devices": 1 + learners, "sebulba.actor_devices": "(0,)"}
-    with Job(architecture, count, tmp_path / "many", agent=agent, **SHUFFLED) as job:
-        settings = {"agent": agent, **SHUFFLED, **alone}
+    own = {"agent": agent, **SHUFFLED, **OWN.get(agent, {})}
+    with Job(architecture, count, tmp_path / "many", **own) as job:
+        settings = {**own, **alone}
         argv = [architecture, *flags(architecture, tmp_path / "one", **settings), "--quiet"]
         assert command_line.main(train, argv) == ExitCode.OK
         job.succeed()

@@ -50,8 +50,8 @@ class World:
     def _step(self, last):
         t = 0 if last is None else last["number"] + 1
         ended = np.zeros(self.envs, bool) if last is None else last["ended"]
-        kind = self.rng.integers(0, 6, self.envs)
-        first = np.full(self.envs, True) if last is None else ended | (kind == 1)
+        kind = self.rng.integers(0, 8, self.envs)
+        first = np.full(self.envs, True) if last is None else ended | (kind == 1) | (kind == 3)
         frame = (100 * np.arange(self.envs) + t).astype(np.float32)
         stack = np.repeat(frame[:, None], self.frames, 1)
         if last is not None:
@@ -62,9 +62,10 @@ class World:
         return {
             "number": t,
             "first": first,
-            # Terminated in the same step (first), or before the step that resets.
+            # Terminated before the step that resets, or in the same step (first). Others are
+            # truncated likewise.
             "discount": np.where((kind == 0) | (first & (kind == 1)), 0, 1).astype(np.float32),
-            "ended": kind == 0,
+            "ended": (kind == 0) | (kind == 4),
             "reward": self.rng.normal(size=self.envs).astype(np.float32),
             "action": self.rng.integers(0, 3, self.envs),
             "stack": stack.astype(np.float32),

@@ -99,14 +99,23 @@ def test_a_checkpoint_is_written_every_five_minutes_by_default(tmp_path, monkeyp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("agent", ["dqn", "ppo"])
-def test_bfloat16_trains(agent):
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"agent": "ppo"},
+        {"agent": "dqn"},
+        {"agent": "r2d2", "network__core": "lstm", "r2d2__burn_in": 4, "r2d2__trace": 8},
+        {"agent": "d4pg", "env_kwargs": {"continuous": True}},
+    ],
+    ids=lambda own: own["agent"],
+)
+def test_bfloat16_trains(own):
     """Layers compute in bfloat16; weights, their gradients and the optimizer stay float32."""
     weights = {}
     for dtype in ("float32", "bfloat16"):
         config = make_config(
             env="dummy:choice",
-            agent=agent,
+            **own,
             network__dtype=dtype,
             learning_rate=1e-2,
             replay__begin=1,

@@ -37,10 +37,11 @@ from tests.sebulba.runs import (
 def make_anakin(monkeypatch, masked=False, **changes):
     """Config, initial state and step of Anakin in the counting environment or that with masks,
     whose first episodes Sebulba's environment of that name then has as well."""
-    where = {"env": "dummy:counting", "env_kwargs": {"next_step": True}}
+    where = {"env": "dummy:counting"}
+    kwargs = {"env_kwargs": {"next_step": True, **changes.pop("env_kwargs", {})}}
     if masked:
-        where = {"env": "dummy:masked"}
-    config = make_config(**where, **changes)
+        where, kwargs = {"env": "dummy:masked"}, {}
+    config = make_config(**where, **kwargs, **changes)
     _, _, state, step = make_run(config)
     if masked:
         phases, _ = map(np.asarray, state.rollout.env_state)
@@ -59,6 +60,8 @@ def make_anakin(monkeypatch, masked=False, **changes):
         ("ppo", "none", "masked"),
         pytest.param("ppo", "gru", "counting", marks=pytest.mark.slow),
         pytest.param("dqn", "none", "masked", marks=pytest.mark.slow),
+        pytest.param("r2d2", "lstm", "masked", marks=pytest.mark.slow),
+        pytest.param("d4pg", "none", "counting", marks=pytest.mark.slow),
         pytest.param("q_lambda", "gru", "masked", marks=pytest.mark.slow),
         pytest.param("muzero", "none", "masked", marks=pytest.mark.slow),
     ],
@@ -74,7 +77,11 @@ def test_without_lag_sebulba_makes_the_updates_of_anakin(agent, core, env, monke
         "normalize_rewards": True,
         "replay__begin": 16 * 8 * 2,
         "replay__batch": 16,
+        "r2d2__burn_in": 4,
+        "r2d2__trace": 8,
     }
+    if agent == "d4pg":
+        changes["env_kwargs"] = {"continuous": True}
     _, state, step = make_anakin(monkeypatch, env == "masked", **changes)
     for _ in range(5):
         state, anakin = step(state)
@@ -209,6 +216,8 @@ def test_the_next_batch_is_with_the_learners_while_they_update(monkeypatch):
 
 FREE = {
     "agent": "vtrace",
+    "replay__begin": 24 * 8,
+    "replay__batch": 16,
     "num_envs": 24,
     "total_steps": 30 * 24 * 8,
     "learning_rate": 1e-2,
@@ -218,7 +227,8 @@ FREE = {
 }
 
 
-def test_running_free_takes_the_newest_weights_and_logs_their_lag(monkeypatch):
+@pytest.mark.parametrize("agent", ["vtrace", pytest.param("dqn", marks=pytest.mark.slow)])
+def test_running_free_takes_the_newest_weights_and_logs_their_lag(agent, monkeypatch):
     taken, get = collections.defaultdict(list), ParameterServer.get
 
     def spy(self, device, version):
@@ -229,7 +239,7 @@ def test_running_free_takes_the_newest_weights_and_logs_their_lag(monkeypatch):
         return chosen, weights
 
     monkeypatch.setattr(ParameterServer, "get", spy)
-    result = train(sebulba_config(**FREE))
+    result = train(sebulba_config(**{**FREE, "agent": agent}))
     assert len(taken) == 3
     lags = np.arange(30) - np.array(list(taken.values()))
     # One trajectory waits in the queue, and another one for room in it.

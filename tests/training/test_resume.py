@@ -111,6 +111,8 @@ def test_an_evaluation_that_a_signal_interrupts_is_left_to_the_next_start(tmp_pa
         ({}, 2, 1),
         pytest.param(REPLAY, 1, 8, marks=pytest.mark.slow),
         pytest.param(REPLAY, 8, 2, marks=pytest.mark.slow),
+        pytest.param(R2D2, 1, 8, marks=pytest.mark.slow),
+        pytest.param(D4PG, 8, 2, marks=pytest.mark.slow),
     ],
     ids=name_of,
 )

@@ -5,6 +5,8 @@ import pathlib
 
 import pytest
 
+from podracer.agents import AGENTS
+
 ROOT = pathlib.Path(__file__).parent.parent / "podracer"
 # From the bottom up. A module imports from lower layers and from its own package.
 LAYERS = [
@@ -73,6 +75,15 @@ def test_packages_and_dependencies_between_them_are_few():
 def test_commands_are_thin():
     for name in COMMANDS:
         assert len((ROOT / f"{name}.py").read_text().splitlines()) < MOST_COMMAND_LINES, name
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_agent_is_told_from_others_by_its_name(path):
+    """An agent says itself what it allows and needs."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Compare):
+            names = {x.value for x in ast.walk(node) if isinstance(x, ast.Constant)}
+            assert not names & AGENTS.keys(), f"line {node.lineno}: {ast.unparse(node)}"
 
 
 def test_agents_know_neither_environments_nor_devices_nor_logging():

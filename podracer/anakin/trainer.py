@@ -8,6 +8,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from podracer import config as config_lib
+from podracer.anakin.effects import check_effects
 from podracer.anakin.program import AnakinProgram, make_program
 from podracer.anakin.state import AnakinState, make_start
 from podracer.config import Config
@@ -92,6 +93,8 @@ def prepare(config: Config, joined: Processes | None = None) -> AnakinProgram:
     program = make_program(config, env, sizes, mesh_lib.make_mesh(devices, sizes.num_groups))
     # Tracing finds shapes that don't fit each other, without compiling.
     program.step.trace(program.state)
+    if config.sweep:
+        check_effects(config, program)
     return program
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from podracer import anakin, evaluate
-from podracer.anakin import trainer
+from podracer.anakin import effects, trainer
 from podracer.config import members
 from podracer.config.sizes import auto_cpu_devices, make_sizes
 from podracer.errors import ConfigError, DivergedError
@@ -152,17 +152,67 @@ def test_two_cores_are_used_by_agents_that_exchange_nothing(monkeypatch):
     assert turns == [1, 2]
 
 
+# Settings of each agent that have no effect in it, or none beside the others.
+NO_ACTOR = {"entropy_cost", "value_cost"}
+NO_REPLAY = {"replay.importance_exponent", "replay.priority_exponent"}
+WITHOUT_EFFECT = {
+    # In the search "muzero".
+    "alphazero": {
+        "alphazero.search.value_scale",
+        "alphazero.search.final_temperature",
+        "entropy_cost",
+        *NO_REPLAY,
+    },
+    "d4pg": NO_ACTOR,
+    "dqn": NO_ACTOR,
+    "muzero": {"muzero.search.value_scale", "entropy_cost"},
+    "ppo": NO_REPLAY,
+    "q_lambda": NO_ACTOR | NO_REPLAY,
+    "r2d2": NO_ACTOR,
+    # With the objective that is clipped as PPO's.
+    "vtrace": {"vtrace.clip_pg_rho", *NO_REPLAY},
+}
+
+
 @pytest.mark.parametrize(
     "agent", [x if x == "ppo" else pytest.param(x, marks=pytest.mark.slow) for x in ROWS]
 )
-def test_agents_may_differ_in_every_number_of_the_maths(agent):
+def test_agents_may_differ_in_every_number_of_the_maths(agent, monkeypatch):
     """Traced, not compiled."""
-    whole = config(agent)
+    monkeypatch.setattr(trainer, "check_effects", lambda config, program: None)
+    changes = {
+        "alphazero": {"alphazero__search__policy": "muzero"},
+        "muzero": {"muzero__search__policy": "muzero", "muzero__search__temperature_steps": 1000},
+    }.get(agent, {})
+    whole = config(agent, **changes)
     values = {x: [value_of(whole, x) or 0.1] for x in names(agent)}
     assert {"discount", "learning_rate", "max_grad_norm"} < values.keys()
-    program = trainer.prepare(config(agent, sweep=nested(values), population=2))
+    program = trainer.prepare(config(agent, sweep=nested(values), population=2, **changes))
     assert program.state.settings.keys() == values.keys()
     assert all(x.shape == (2,) for x in program.state.settings.values())
+    assert values.keys() - effects.effective_settings(program) == WITHOUT_EFFECT[agent]
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"agent": "dqn", "sweep": {"entropy_cost": [0.0, 0.1]}}, "entropy_cost"),
+        ({"agent": "vtrace", "sweep": {"vtrace": {"clip_pg_rho": [1.0]}}}, "vtrace.clip_pg_rho"),
+        (
+            {
+                "sweep": {"value_cost": "uniform(0.2, 0.5)", "epsilon": "uniform(0.1, 0.2)"},
+                "optimizer": "sgd",
+                "population": 4,
+                "selection": {"every": 1},
+            },
+            "epsilon",
+        ),
+    ],
+)
+def test_a_setting_without_effect_is_rejected(changes, name):
+    """Also if a population changes it."""
+    with pytest.raises(ConfigError, match=f"sweep.{name} has no effect: .* remove it"):
+        trainer.prepare(config(**changes))
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,18 @@ def check_contents(world, state, expected, length, stride, frames, slots):
     np.testing.assert_array_equal(window.carry, start // T * T)
 
 
+def test_a_stack_of_frames_is_stored_once_and_as_it_is():
+    envs, slots, frames = 2, 5 * T, 4
+    ring = Ring(item(6, T), slots, T, frames)
+    trajectory = World(envs, frames=frames).unroll()
+    image = jnp.zeros((T + 1, envs, 84, 84, frames), jnp.uint8)
+    timestep = trajectory.timestep.replace(observation=image)
+    state = ring.init(trajectory.replace(timestep=timestep), envs)
+    images = [x for x in jax.tree.leaves(state) if x.dtype == jnp.uint8]
+    assert sum(x.nbytes for x in images) == envs * slots * 84 * 84
+    assert sum(x.nbytes for x in jax.tree.leaves(state)) < 1.01 * envs * slots * 84 * 84
+
+
 def ranked(envs: int, items: int, seed: int = 0, batch: int = 8):
     """Priorities at random, a third of them zero, and their layout."""
     rng = np.random.default_rng(seed)
@@ -284,6 +296,7 @@ def test_new_items_get_the_largest_priority_and_losses_set_them():
     total = items.sum(1)[ticket.env]
     np.testing.assert_allclose(batch.importance, (total / p) / (total / p).max(), rtol=1e-5)
     np.testing.assert_allclose(metrics["replay/importance"], batch.importance.mean(), rtol=1e-6)
+    np.testing.assert_allclose(metrics["replay/priority"], (p**2).mean(), rtol=1e-6)
 
 
 @pytest.mark.parametrize(

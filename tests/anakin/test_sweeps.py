@@ -215,26 +215,46 @@ def test_a_setting_without_effect_is_rejected(changes, name):
         trainer.prepare(config(**changes))
 
 
+# Values that are not those of the config, so that a setting which is ignored shows.
+SWEEPS = {
+    "ppo": {
+        "learning_rate": [3e-3],
+        "epsilon": [1e-4],
+        "max_grad_norm": [0.1],
+        "discount": [0.9],
+        "entropy_cost": [0.1],
+        "ppo": {"clip": [1e-4, 0.3], "gae_lambda": [0.5], "value_clip": [0.1], "target_kl": [0.01]},
+    },
+    "vtrace": {
+        "value_cost": [1.0],
+        "discount": [0.9],
+        "vtrace": {"clip": [1e-4, 0.3], "lambda_": [0.5], "clip_rho": [0.9]},
+    },
+    "q_lambda": {
+        "discount": [0.8, 0.9],
+        "q_lambda": {"lambda_": [0.3], "epsilon": [0.2], "epsilon_alpha": [2.0]},
+    },
+    "dqn": {"dqn": {"epsilon": [0.1]}, "replay": {"priority_exponent": [0.2, 0.9]}},
+    "r2d2": {"discount": [0.8, 0.9], "r2d2": {"max_priority": [0.2], "epsilon": [0.1]}},
+    "d4pg": {"d4pg": {"noise": [0.1, 1.0], "policy_rate": [0.1], "v_max": [3.0]}},
+    "muzero": {"value_cost": [1.0], "muzero": {"search": {"value_scale": [0.01, 1.0]}}},
+    "alphazero": {"alphazero": {"random_moves": [0.5], "lambda_": [0.1, 0.9]}},
+}
+
+
 @pytest.mark.parametrize(
     ("agent", "sweep"),
     [
-        (
-            "ppo",
-            {"learning_rate": [3e-3], "max_grad_norm": [0.1], "ppo": {"clip": [1e-4, 0.3]}},
-        ),
-        pytest.param(
-            "dqn",
-            {"dqn": {"epsilon": [0.1]}, "replay": {"priority_exponent": [0.2, 0.9]}},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "d4pg", {"d4pg": {"noise": [0.1, 1.0], "policy_rate": [0.1]}}, marks=pytest.mark.slow
-        ),
+        (agent, sweep)
+        if agent == "ppo"
+        else pytest.param(agent, sweep, marks=(pytest.mark.slow, pytest.mark.timeout(900)))
+        for agent, sweep in SWEEPS.items()
     ],
+    ids=SWEEPS,
 )
 def test_each_member_is_the_single_run_with_its_settings(agent, sweep, tmp_path):
     # Two groups of two devices, each with a member of its own.
-    whole = config(agent, sweep=sweep, seed=3, cpu_devices=4)
+    whole = config(agent, sweep=sweep, seed=3, cpu_devices=4, env="dummy:memory")
     together = anakin.train(whole, tmp_path / "run", quiet=True)
     seen = []
     for i, member in enumerate(whole.members):

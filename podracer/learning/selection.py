@@ -102,7 +102,7 @@ def recombine(scores: Array, share: float) -> Array:
     """How much each agent counts in the mean of the best, ``[agents]``, with a sum of 1.
 
     The weights fall with the logarithm of the rank, as in CMA-ES, https://arxiv.org/abs/1604.00772,
-    equation 49.
+    equation 49, whose share is a half.
 
     Args:
       scores: as in ``parents``; one that has diverged does not count.

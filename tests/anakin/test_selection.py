@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 
 from podracer import anakin
-from podracer.config import members
+from podracer.anakin.selection import make_select
+from podracer.anakin.state import AnakinState, state_specs
+from podracer.config import SelectionConfig, members
+from podracer.config.sizes import make_sizes
+from podracer.distributed.mesh import make_mesh, per_device
 from podracer.errors import ConfigError, ExitCode
 from podracer.learning import selection
 from podracer.learning.selection import Distribution, Scores
@@ -16,6 +20,8 @@ from podracer.storage import checkpoint
 from podracer.storage.workdir import read_rows
 from podracer.training import saved_run
 from podracer.training.sweep_report import find_lineage
+from podracer.types import TrainState, Weights
+from podracer.xla_cpu import prng
 from tests.anakin.test_sweeps import config, run_sweep
 from tests.helpers import make_config
 from tests.training.resuming import Stops, without_times
@@ -129,6 +135,35 @@ def test_a_selection_waits_for_an_episode_of_every_living_agent():
     assert not due([1, 1], [True, True], 14)
     assert not due([1, 0], [True, True], 99)
     assert due([1, 0], [True, False], 99)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_copies_take_over_all_that_is_learned_and_nothing_else(devices):
+    sizes = make_sizes(config(num_seeds=4), devices)
+    mesh, specs = make_mesh(jax.devices()[:devices], sizes.num_groups), state_specs(sizes)
+    who = jnp.arange(4.0)
+    state = AnakinState(
+        train=TrainState(Weights(who, who), {"target": who}, (who, who), jnp.full(4, 10)),
+        rollout=who[:, None],
+        source=who[:, None],
+        key=prng.keys([3] * 4, "cpu"),
+        settings={"discount": 0.9 + who / 100},
+        alive=jnp.full(4, True),
+        # The second is the worst, and the last one the best.
+        scores=Scores(jnp.ones(4), jnp.array([2.0, -5.0, 3.0, 7.0]), jnp.zeros(4, jnp.int32)),
+    )
+    select = make_select(
+        SelectionConfig(every=10, share=0.25), {"discount": Distribution(False, 0.9, 1.0)}
+    )
+    run = jax.jit(per_device(lambda x: select(x)[0], mesh, (specs,), specs))
+    new = jax.device_get(run(state))
+    for x in jax.tree.leaves((new.train.weights, new.train.target, new.train.opt_state)):
+        assert x.tolist() == [0, 3, 2, 3]
+    assert new.rollout[:, 0].tolist() == new.source[:, 0].tolist() == [0, 1, 2, 3]
+    assert (new.scores.begin == 10).all()
+    before, after = np.asarray(state.settings["discount"]), new.settings["discount"]
+    np.testing.assert_array_equal(after[[0, 2, 3]], before[[0, 2, 3]])
+    assert after[1] not in before[[1, 3]]
 
 
 @pytest.mark.slow

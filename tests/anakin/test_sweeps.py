@@ -15,7 +15,7 @@ from podracer.errors import ConfigError, DivergedError
 from podracer.training import command_line
 from podracer.training.sweep_report import make_report
 from tests.agents.test_battery import ROWS
-from tests.helpers import ROOT, make_config
+from tests.helpers import ROOT, make_config, make_run
 
 SETTINGS = {
     "env": "dummy:counting",
@@ -276,6 +276,25 @@ def test_each_member_is_the_single_run_with_its_settings(agent, sweep, tmp_path)
     assert together.summary["best_member"] == int(np.argmax(returns))
     assert [x["seed"] for x in found] == [3] * len(found)
     assert whole.points[int(np.argmax(returns))].text in together.summary["report"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("agent", ["ppo", "dqn"])
+def test_turns_change_nothing(agent):
+    """Neither weights nor what a replay buffer or an environment holds, on one device."""
+    states = []
+    for at_once in (0, 1, 2):
+        run = config(
+            agent, sweep={"learning_rate": [1e-3, 3e-3]}, num_seeds=2, agents_at_once=at_once
+        )
+        program, _, state, step = make_run(run)
+        assert program.sizes.agents_at_once == (at_once or 4)
+        for _ in range(3):
+            state, _ = step(state)
+        states.append(state.replace(key=jax.random.key_data(state.key)))
+    for other in states[1:]:
+        for a, b in zip(*map(jax.tree.leaves, (states[0], other)), strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-5)
 
 
 def test_the_best_settings_are_those_with_the_largest_mean_over_seeds():

@@ -8,7 +8,6 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from podracer import config as config_lib
-from podracer.anakin.effects import check_effects
 from podracer.anakin.program import AnakinProgram, make_program
 from podracer.anakin.state import AnakinState, make_start
 from podracer.config import Config
@@ -19,6 +18,7 @@ from podracer.training import builder, loop
 from podracer.training.exchange import Exchange
 from podracer.training.options import RunOptions
 from podracer.training.start import compile_and_restore, open_session
+from podracer.training.sweep_effects import check_effects
 from podracer.training.sweep_report import make_report
 from podracer.xla_cpu import malloc
 
@@ -94,7 +94,7 @@ def prepare(config: Config, joined: Processes | None = None) -> AnakinProgram:
     # Tracing finds shapes that don't fit each other, without compiling.
     program.step.trace(program.state)
     if config.sweep:
-        check_effects(config, program)
+        check_effects(config, (program.step, program.evaluate), program.state)
     return program
 
 

@@ -60,11 +60,11 @@ class Config(AgentSections):
         "alphazero". Each has a section of that name for its own settings, the ``Config`` of its
         module; other agents ignore it.
       seed: seed of all random numbers, below 2^32.
-      num_seeds: number of independent agents that are trained at once in one program, with the
-        seeds ``seed``, ``seed + 1``, ... (Anakin only). Each of them takes ``total_steps`` steps in
-        ``num_envs`` environments.
-      sweep: settings and their values, of which agents are trained at once in one program (Anakin
-        only): {"learning_rate": [1e-4, 1e-3], "ppo": {"clip": [0.1, 0.2]}} is each of the four
+      num_seeds: number of independent agents, with the seeds ``seed``, ``seed + 1``, ..., which
+        Anakin trains at once in one program and Sebulba one after another. Each of them takes
+        ``total_steps`` steps in ``num_envs`` environments.
+      sweep: settings and their values, with which agents are trained likewise:
+        {"learning_rate": [1e-4, 1e-3], "ppo": {"clip": [0.1, 0.2]}} is each of the four
         combinations, with each of the seeds. See docs/sweeps.md.
       population: number of points of the sweep that are drawn at random, from lists or from
         distributions such as "log_uniform(1e-5, 1e-2)" and "uniform(0.9, 1)"; 0 takes every

@@ -306,6 +306,24 @@ def _replace(config: Config, key: str, value: int) -> Config:
     return dataclasses.replace(config, **{section: changed})
 
 
+def _with_fits(
+    excess: TooLarge,
+    config: Config,
+    at_once: dict[str, int],
+    check: Callable[[Config], TooLarge | None],
+) -> TooLarge:
+    """``excess`` with the smaller sizes that fit; see ``TracedRun.at_once`` and
+    ``_largest_that_fits``."""
+    sizes = {"num_envs": config.num_envs, "unroll_length": config.unroll_length}
+    if excess.replay:
+        sizes[CAPACITY] = config.replay.capacity
+    fits = {
+        key: _largest_that_fits(config, key, size, excess, check)
+        for key, size in (sizes | at_once).items()
+    }
+    return dataclasses.replace(excess, fits=fits)
+
+
 def make_plan(
     config: Config,
     arch: Architecture,
@@ -336,15 +354,7 @@ def make_plan(
             run = arch.trace(config, env, tpu_slice)
             return _too_large(_compile(run, tpu_slice, cache), run, memory)
 
-        smaller = {"num_envs": config.num_envs, "unroll_length": config.unroll_length}
-        if too_large.replay:
-            smaller[CAPACITY] = config.replay.capacity
-        smaller |= run.at_once
-        fits = {
-            key: _largest_that_fits(config, key, size, too_large, check)
-            for key, size in smaller.items()
-        }
-        too_large = dataclasses.replace(too_large, fits=fits)
+        too_large = _with_fits(too_large, config, run.at_once, check)
     turns = run.sizes.learners // run.sizes.num_groups // run.sizes.agents_at_once
     # Without too_large, no result is OutOfMemory; isinstance tells the type checker.
     plans = tuple(

@@ -126,7 +126,7 @@ def prepare(config: Config, env: HostEnvironment | None = None) -> SebulbaSetup:
 
 def _check_settings(config: Config) -> None:
     """Raises ``ConfigError`` for settings that Sebulba does not support."""
-    for name, only in (("num_seeds", 1), ("sweep", {}), ("stagger", 0), ("averaging.groups", 1)):
+    for name, only in (("stagger", 0), ("averaging.groups", 1)):
         value = operator.attrgetter(name)(config)
         if value != only:
             raise ConfigError(

@@ -26,6 +26,7 @@ from podracer.training import builder, loop
 from podracer.training.exchange import Exchange
 from podracer.training.options import RunOptions
 from podracer.training.start import compile_and_restore, open_session
+from podracer.training.sweep_in_turn import train_in_turn
 from podracer.types import Device, Row
 
 
@@ -34,16 +35,17 @@ def train(
     workdir: epath.PathLike | None = None,
     **options: Unpack[RunOptions],
 ) -> loop.Result:
-    """Trains an agent in host (CPU) environments.
+    """Trains an agent in host (CPU) environments, or those of a sweep, one after another.
 
     Args:
       config: a ``ConfigDict``, as ``podracer.config.default_config`` returns it, or a ``Config``.
       workdir: folder of the run, or gs://BUCKET/FOLDER; a run that it holds is resumed. None writes
-        nothing.
+        nothing. Each of several agents has a folder in it, such as ``member_0``.
       **options: see ``training.options.Options``.
 
     Returns:
-      The trained weights, all rows of metrics, the summary, and the trained policy.
+      The trained weights, all rows of metrics, the summary, and the trained policy; of several
+        agents those of the best one, and all in the summary.
 
     Raises:
       ConfigError: an impossible setting, before anything compiles.
@@ -56,6 +58,8 @@ def train(
       TransientError: storage or the network still failed after several attempts.
     """
     parsed = config_lib.parse(config)
+    if len(parsed.members) > 1 or parsed.sweep:
+        return train_in_turn("sebulba", train, parsed, workdir, options)
     with open_session("sebulba", lambda config, _: prepare(config), parsed, workdir, options) as (
         setup,
         session,

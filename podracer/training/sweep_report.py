@@ -35,15 +35,18 @@ def make_report(config: Config, rows: Sequence[Row]) -> dict[str, Any]:
             "name": member.name,
             "seed": member.seed,
             **member.settings,
-            "eval_return_mean": last[f"{member.name}/{EVALUATION}"],
+            "eval_return_mean": last.get(f"{member.name}/{EVALUATION}"),
             "diverged": last.get(f"{member.name}/train/diverged") == 1,
         }
         for member in members
     ]
-    returns = np.array([x["eval_return_mean"] for x in found]).reshape(len(points), -1)
-    means, half_widths = mean_and_interval(returns.T)
+    # With Sebulba, a run that has diverged has no final evaluation.
+    returns = np.array([last.get(f"{member.name}/{EVALUATION}", -np.inf) for member in members])
+    best, returns = int(returns.argmax()), returns.reshape(len(points), -1)
+    complete = np.isfinite(returns).all(1)
+    points = [points[i] for i in np.flatnonzero(complete)]
+    means, half_widths = mean_and_interval(returns[complete].T)
     errors = [None] * len(points) if half_widths is None else half_widths.tolist()
-    best = int(returns.argmax())
     report: dict[str, Any] = {"members": found, "best_member": best}
     title = "the best members, each with the flags that train it alone:"
     if selects:

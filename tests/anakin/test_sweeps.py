@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from podracer import anakin, evaluate
-from podracer.anakin import effects, trainer
+from podracer.anakin import trainer
 from podracer.config import members
 from podracer.config.sizes import auto_cpu_devices, make_sizes
 from podracer.errors import ConfigError, DivergedError
 from podracer.training import command_line
+from podracer.training.sweep_effects import effective_settings
 from podracer.training.sweep_report import make_report
 from tests.agents.test_battery import ROWS
 from tests.helpers import ROOT, make_config, make_run
@@ -179,7 +180,7 @@ WITHOUT_EFFECT = {
 )
 def test_agents_may_differ_in_every_number_of_the_maths(agent, monkeypatch):
     """Traced, not compiled."""
-    monkeypatch.setattr(trainer, "check_effects", lambda config, program: None)
+    monkeypatch.setattr(trainer, "check_effects", lambda *_: None)
     changes = {
         "alphazero": {"alphazero__search__policy": "muzero"},
         "muzero": {"muzero__search__policy": "muzero", "muzero__search__temperature_steps": 1000},
@@ -190,7 +191,10 @@ def test_agents_may_differ_in_every_number_of_the_maths(agent, monkeypatch):
     program = trainer.prepare(config(agent, sweep=nested(values), population=2, **changes))
     assert program.state.settings.keys() == values.keys()
     assert all(x.shape == (2,) for x in program.state.settings.values())
-    assert values.keys() - effects.effective_settings(program) == WITHOUT_EFFECT[agent]
+    assert (
+        values.keys() - effective_settings((program.step, program.evaluate), program.state)
+        == WITHOUT_EFFECT[agent]
+    )
 
 
 @pytest.mark.parametrize(

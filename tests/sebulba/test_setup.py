@@ -108,7 +108,6 @@ def test_configs_fit_hosts_of_any_size(name, count):
         ({"num_envs": 40}, r"does not divide evenly over 6 devices times 4 actor .*; 48 would"),
         ({"num_envs": 48, "num_minibatches": 7}, "num_minibatches=7 does not divide the 64 items"),
         ({"stagger": 5, "num_envs": 48}, "stagger=5 is for environments written in JAX"),
-        ({"num_seeds": 2}, "num_seeds=2 is for environments written in JAX; set it to 1"),
         ({"sebulba__free_running": True}, "which agent='ppo' does not correct for"),
         ({"sebulba__lag": 2}, "sebulba.lag must be 0 or 1, got 2"),
         ({"sebulba__threads": 0}, "sebulba.threads must be positive, got 0"),

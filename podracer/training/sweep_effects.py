@@ -1,17 +1,27 @@
 """Which settings of a sweep have an effect in its run, as the traced program itself says."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from podracer.anakin.program import AnakinProgram
 from podracer.config import Config
 from podracer.errors import ConfigError
 
 
-def check_effects(config: Config, program: AnakinProgram) -> None:
-    """Raises ``ConfigError`` if a setting of the sweep changes nothing, so that agents that differ
-    in it alone would be the same."""
-    unused = set(program.state.settings) - effective_settings(program)
+def check_effects(config: Config, functions: Sequence[jax.stages.Wrapped], state: Any) -> None:
+    """Checks that each setting of a sweep changes something, so that no two agents are the same.
+
+    Args:
+      config: the run's configuration.
+      functions: all jitted functions of the state.
+      state: shapes of the state, with the settings in ``settings``.
+
+    Raises:
+      ConfigError: nothing depends on a setting.
+    """
+    unused = state.settings.keys() - effective_settings(functions, state)
     if unused:
         raise ConfigError(
             f"sweep.{min(unused)} has no effect: nothing that agent={config.agent!r} computes with "
@@ -19,13 +29,12 @@ def check_effects(config: Config, program: AnakinProgram) -> None:
         )
 
 
-def effective_settings(program: AnakinProgram) -> set[str]:
-    """The settings of a sweep on which a step or an evaluation depends, apart from what becomes of
-    the settings themselves."""
+def effective_settings(functions: Sequence[jax.stages.Wrapped], state: Any) -> set[str]:
+    """The settings on which results depend, apart from what becomes of the settings themselves."""
     found = set()
-    given = [_setting(path) for path, _ in jax.tree_util.tree_leaves_with_path(program.state)]
-    for function in (program.step, program.evaluate):
-        traced = function.trace(program.state)
+    given = [_setting(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    for function in functions:
+        traced = function.trace(state)
         results = jax.tree_util.tree_leaves_with_path(traced.out_info)
         wanted = [not {"settings", "selected"} & set(_names(path)) for path, _ in results]
         _, used = dce_jaxpr(traced.jaxpr.jaxpr, wanted)
@@ -33,11 +42,11 @@ def effective_settings(program: AnakinProgram) -> set[str]:
     return found
 
 
-def _names(path: tuple) -> list[str]:
+def _names(path: tuple[Any, ...]) -> list[str]:
     return [str(getattr(key, "name", getattr(key, "key", ""))) for key in path]
 
 
-def _setting(path: tuple) -> str:
+def _setting(path: tuple[Any, ...]) -> str:
     """The name of the setting that a leaf of the state is; empty for all others."""
     first, *rest = _names(path)
     return rest[0] if first == "settings" else ""

@@ -1,0 +1,122 @@
+"""The agents of a sweep, one after another under one command, each as a run of its own.
+
+With environments on the host, each run uses all cores, so that several at once would share them.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+
+from etils import epath
+
+from podracer.config import Config
+from podracer.config.members import Point
+from podracer.errors import ConfigError, DivergedError
+from podracer.storage import workdir as workdir_lib
+from podracer.storage.compatibility import check_same_run
+from podracer.storage.workdir import Workdir
+from podracer.training.loop import Result
+from podracer.training.options import Options, RunOptions
+from podracer.training.sweep_report import make_report
+from podracer.types import Row
+
+
+def train_in_turn(
+    architecture: str,
+    train: Callable[..., Result],
+    config: Config,
+    workdir: epath.PathLike | None,
+    options: RunOptions,
+) -> Result:
+    """Trains the agents of a sweep, or of several seeds.
+
+    Args:
+      architecture: "sebulba".
+      train: trains one agent, as ``podracer.sebulba.train``.
+      config: the configuration of all.
+      workdir: a folder, in which the run of each agent has one of its own, named after it; None
+        writes nothing. Agents that it holds are resumed.
+      options: see ``training.options.Options``.
+
+    Returns:
+      The result of the best agent, with a summary of all.
+
+    Raises:
+      ConfigError: a setting that these runs don't support, or that one of them doesn't.
+      DivergedError: all agents have diverged; of others, the report says so.
+      as ``train``: the runs after the one that failed have not begun.
+    """
+    given = Options(workdir, **options)
+    _check(config, given)
+    log: Callable[[str], None] = print if not given.quiet else lambda text: None
+    last: Row = {"step": 0, "wall_time": 0.0}
+    best: Result | None = None
+    with _folder(architecture, config, given, log) as folder:
+        for member in config.members:
+            own = None if folder is None else folder.path / member.name
+            log(f"{member.name} of {len(config.members)}: {Point((member,)).text}")
+            try:
+                result = train(config.alone(member), own, **{**options, "restart": False})
+            except DivergedError as error:
+                log(f"{member.name}: {error}")
+                last[f"{member.name}/train/diverged"] = 1.0
+                continue
+            row = result.metrics[-1]
+            last["step"] = max(last["step"], row["step"])
+            last["wall_time"] += row["wall_time"]
+            last |= {f"{member.name}/{name}": x for name, x in row.items()}
+            if best is None or _return(result) > _return(best):
+                best = result
+        if best is None:
+            raise DivergedError(f"each of the {len(config.members)} agents has diverged, see above")
+        report = make_report(config, [last])
+        if folder is not None:
+            folder.keep(-1)
+            folder.append(last)
+            folder.dump(workdir_lib.SUMMARY, {**best.summary, **report})
+    log(report.get("report", ""))
+    return best._replace(summary={**best.summary, **report})
+
+
+def _return(result: Result) -> float:
+    return result.summary["eval_return_mean"]
+
+
+def _check(config: Config, given: Options) -> None:
+    """Raises ``ConfigError`` for what runs one after another can't do."""
+    if config.selection.every:
+        raise ConfigError(
+            f"selection.every={config.selection.every} is for environments written in JAX; set it "
+            "to 0"
+        )
+    if given.address.num_processes not in (None, 1):
+        raise ConfigError(
+            f"--num_processes={given.address.num_processes} is for one agent with environments on "
+            f"the host, and this command trains {len(config.members)} in turn; start one run for "
+            "each"
+        )
+
+
+@contextlib.contextmanager
+def _folder(
+    architecture: str, config: Config, given: Options, log: Callable[[str], None]
+) -> Iterator[Workdir | None]:
+    """The folder of all runs, with ``config.json``; closed at the end."""
+    if given.workdir is None:
+        yield None
+        return
+    with contextlib.closing(Workdir(given.workdir, restart=given.restart, log=log)) as folder:
+        now = {"architecture": architecture, **dataclasses.asdict(config)}
+        if folder.config is not None:
+            defaults, fixed = dataclasses.asdict(Config()), config.agent_config.fixed
+            for line in check_same_run(folder.config, now, defaults, fixed):
+                log(line)
+        folder.hold()
+        content: Mapping[str, object] = {
+            "architecture": architecture,
+            "config": dataclasses.asdict(config),
+            "sizes": {"num_agents": len(config.members)},
+            "versions": workdir_lib.versions(),
+        }
+        folder.dump(workdir_lib.CONFIG, content)
+        yield folder

@@ -13,6 +13,7 @@ from podracer.acting import unroll
 from podracer.agents import AGENTS
 from podracer.agents.search import Planner
 from podracer.agents.value_scale import Support
+from podracer.errors import ConfigError
 from podracer.nets import actor_critic, masks, policy_critic
 from podracer.nets.model import make_model
 from podracer.types import ACTION_MASK
@@ -245,6 +246,15 @@ def test_dictionaries_and_masks_are_understood(probe, torso, agent):
     assert float(program.evaluate(state).ret.mean()) > 3.8
     # No loss or metric contains the value of an illegal action.
     assert all(np.abs(x).max() < 100 for x in metrics.learner.losses.values())
+
+
+@pytest.mark.parametrize("agent", ["dqn", "r2d2", "q_lambda"])
+def test_an_agent_that_learns_values_of_actions_rejects_continuous_ones(agent):
+    config = make_probe("choice", agent, env_kwargs={"continuous": True})
+    with pytest.raises(
+        ConfigError, match=r"continuous actions of shape \(1,\), which have no value"
+    ):
+        make_anakin(config)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from podracer.acting import unroll
+from podracer.agents import r2d2
 from podracer.anakin.state import Start
 from podracer.nets import actor_critic
+from podracer.nets.q_network import make_q_network
 from podracer.training import builder
 from podracer.xla_cpu import prng
 from tests.helpers import make_config, make_run
@@ -234,9 +236,8 @@ def test_stagger_spreads_the_ages_of_first_episodes():
     assert (np.asarray(state.rollout.episode.length) == 0).all()
 
 
-def test_a_recurrent_unroll_reproduces_the_log_probabilities_of_acting():
-    """The learner's unroll from the stored state gives the log-probabilities of the actor's."""
-    config = make_config(env="dummy:counting", network__core="lstm")
+def second_unroll(config):
+    """A run's network state and its second unroll: ``(program, state, trajectory)``."""
     program, sizes, state, _ = make_run(config)
     one_unroll = jax.jit(
         lambda rollout, n: unroll.unroll(
@@ -250,6 +251,13 @@ def test_a_recurrent_unroll_reproduces_the_log_probabilities_of_acting():
     )
     rollout, _, _ = one_unroll(state.rollout, 0)
     _, trajectory, _ = one_unroll(rollout, 1)
+    return program, state, trajectory
+
+
+def test_a_recurrent_unroll_reproduces_the_log_probabilities_of_acting():
+    """The learner's unroll from the stored state gives the log-probabilities of the actor's."""
+    config = make_config(env="dummy:counting", network__core="lstm")
+    program, state, trajectory = second_unroll(config)
     network = actor_critic.make_network(program.env.spec, config.network)
     _, policy, _ = jax.jit(network.apply)(
         state.train.weights.params,
@@ -260,3 +268,24 @@ def test_a_recurrent_unroll_reproduces_the_log_probabilities_of_acting():
     log_prob = network.distribution(policy).log_prob(trajectory.action)
     np.testing.assert_allclose(log_prob, trajectory.extras["log_prob"], atol=1e-5)
     assert np.abs(jax.tree.leaves(trajectory.carry.network)[0]).max() > 0
+
+
+def test_an_unroll_of_r2d2_reproduces_the_values_of_acting():
+    """From the stored memory, and the last action and reward."""
+    config = make_config(env="dummy:counting", agent="r2d2", network__core="lstm", **OWN["r2d2"])
+    program, state, trajectory = second_unroll(config)
+    carry, timestep = trajectory.carry, jax.tree.map(lambda x: x[:-1], trajectory.timestep)
+    network = make_q_network(program.env.spec, config.network, dueling=True, extra=3)
+    last = np.concatenate([carry.action[None], trajectory.action[:-1]])
+    weights = state.train.weights
+    _, q = jax.jit(network.apply)(
+        weights.params,
+        carry.memory,
+        timestep.observation,
+        timestep.first,
+        r2d2.previous(2, weights.stats, last, timestep),
+    )
+    chosen = np.take_along_axis(np.asarray(q), np.asarray(trajectory.action)[..., None], -1)
+    np.testing.assert_allclose(chosen[..., 0], trajectory.extras["chosen"], atol=1e-5)
+    assert np.abs(jax.tree.leaves(carry.memory)[0]).max() > 0
+    assert timestep.first.any()

@@ -275,24 +275,33 @@ def test_a_divergence_leaves_the_checkpoint_before_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "begin"),
-    [(REPLAY, 1), pytest.param({}, 0, marks=pytest.mark.slow)],
+    ("changes", "begin", "learners"),
+    [
+        (REPLAY, 1, (1, 2)),
+        pytest.param({}, 0, (1, 2), marks=pytest.mark.slow),
+        pytest.param(REPLAY, 1, (1, 2, 3, 4), marks=pytest.mark.slow),
+    ],
     ids=name_of,
 )
-def test_sebulba_resumes_its_learner(changes, begin, tmp_path, monkeypatch, capsys):
-    """``begin`` is the number of updates before the first gradient step."""
+def test_sebulba_resumes_its_learner(changes, begin, learners, tmp_path, monkeypatch, capsys):
+    """Two learner devices learn until the run stops, and ``learners`` then; ``begin`` is the number
+    of updates before the first gradient step."""
     measured = []
     monkeypatch.setattr(HangLimits, "add_update", lambda limits, seconds: measured.append(seconds))
-    run = resumable(
-        **changes,
-        env="dummy:counting",
-        cpu_devices=8,
-        sebulba__actor_devices=(0,),
-        sebulba__learner_devices=(1, 2),
-    )
+
+    def run_on(learners):
+        return resumable(
+            **changes,
+            env="dummy:counting",
+            cpu_devices=8,
+            sebulba__actor_devices=(0,),
+            sebulba__learner_devices=learners,
+        )
+
     Stops(monkeypatch, 3)
     with pytest.raises(errors.PreemptedError):
-        sebulba.train(run, tmp_path / "run", quiet=True)
+        sebulba.train(run_on((1, 2)), tmp_path / "run", quiet=True)
+    run = run_on(learners)
     before = last_arrays(tmp_path / "run")
     assert before["rest/train/step"] == 4
     began = rows_of(tmp_path / "run")

@@ -7,11 +7,15 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 
+import numpy as np
 from etils import epath
 
 from podracer.config import Config
 from podracer.config.members import Point
 from podracer.errors import ConfigError, DivergedError
+from podracer.monitoring.curves import mean_and_interval
+from podracer.monitoring.figures import EVALUATION
+from podracer.monitoring.formatting import mean_and_error
 from podracer.storage import workdir as workdir_lib
 from podracer.storage.compatibility import check_same_run
 from podracer.storage.workdir import Workdir
@@ -74,12 +78,21 @@ def train_in_turn(
             folder.keep(-1)
             folder.append(last)
             folder.dump(workdir_lib.SUMMARY, {**best.summary, **report})
-    log(report.get("report", ""))
+    log(report["report"] if report else _mean_over_seeds(config, last))
     return best._replace(summary={**best.summary, **report})
 
 
 def _return(result: Result) -> float:
     return result.summary["eval_return_mean"]
+
+
+def _mean_over_seeds(config: Config, last: Row) -> str:
+    """The mean of the final evaluations of agents that differ in their seed alone."""
+    names = [f"{member.name}/{EVALUATION}" for member in config.members]
+    returns = np.array([last[name] for name in names if name in last])
+    mean, half_width = mean_and_interval(returns)
+    error = None if half_width is None else float(half_width)
+    return f"evaluation {mean_and_error(float(mean), error)} over {len(returns)} seeds"
 
 
 def _check(config: Config, given: Options) -> None:

@@ -1,6 +1,7 @@
 """Sweeps with environments on the host: one run after another, each as it would be alone."""
 
 import json
+import re
 
 import jax
 import numpy as np
@@ -46,6 +47,12 @@ def test_each_agent_is_a_run_of_its_own_and_the_command_resumes_them(tmp_path, m
     np.testing.assert_allclose([point.value[-1] for point in points], means)
     with pytest.raises(ConfigError, match="num_seeds=2, not 1, which can't change"):
         train(sebulba_config(**SWEEP, sweep={"learning_rate": [1e-3]}, seed=5), tmp_path / "all")
+
+
+def test_seeds_are_reported_by_their_mean(capsys):
+    result = train(sebulba_config(**SWEEP, num_seeds=2))
+    assert re.search(r"evaluation [\d.]+ ± [\d.]+ over 2 seeds\n$", capsys.readouterr().out)
+    assert "members" not in result.summary
 
 
 def test_one_that_diverges_does_not_end_the_others(tmp_path):

@@ -281,7 +281,7 @@ def test_a_divergence_leaves_the_checkpoint_before_it(tmp_path):
         pytest.param({}, 0, (1, 2), marks=pytest.mark.slow),
         pytest.param(REPLAY, 1, (1, 2, 3, 4), marks=pytest.mark.slow),
     ],
-    ids=name_of,
+    ids=["dqn", "ppo", "dqn_on_more_learners"],
 )
 def test_sebulba_resumes_its_learner(changes, begin, learners, tmp_path, monkeypatch, capsys):
     """Two learner devices learn until the run stops, and ``learners`` then; ``begin`` is the number

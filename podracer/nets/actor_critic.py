@@ -82,6 +82,6 @@ def make_network(
 
     def initial_carries(batch: int) -> Carry:
         carry = initial_carry(config, batch)
-        return () if not config.recurrent else (carry,) * (1 if config.shared else 2)
+        return (carry,) * (1 if config.shared else 2) if config.recurrent else ()
 
     return Network(init, initial_carries, apply, heads.distribution(spec.action), config.recurrent)

@@ -15,6 +15,7 @@ from podracer.distributed import mesh as mesh_lib
 from podracer.errors import ConfigError, unknown
 from podracer.plan.chips import Slice
 from podracer.sebulba import program as sebulba_program
+from podracer.sebulba.setup import make_environment as make_host_environment
 from podracer.sebulba.setup import make_setup
 from podracer.training import builder
 from podracer.types import Environment, HostEnvironment
@@ -148,12 +149,6 @@ META = Architecture(
 )
 
 
-def _make_host_env(config: Config) -> HostEnvironment:
-    settings = (config.env, config.env_kwargs, config.env_params)
-    newest = config.sebulba.newest_frame
-    return envs.make_host_environment(*settings, observed=config.observed, newest_frame=newest)
-
-
 def _device_splits(config: Config, tpu_slice: Slice) -> list[mesh_lib.Split]:
     """The actor and learner devices of each host of a slice."""
     options = config.sebulba
@@ -193,7 +188,7 @@ def _trace_sebulba(config: Config, env: HostEnvironment, tpu_slice: Slice) -> Tr
 
 SEBULBA = Architecture(
     name="sebulba",
-    make_env=_make_host_env,
+    make_env=make_host_environment,
     num_learner_devices=lambda config, tpu_slice: sum(
         len(split.learners) for split in _device_splits(config, tpu_slice)
     ),

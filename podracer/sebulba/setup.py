@@ -106,16 +106,9 @@ def prepare(config: Config, env: HostEnvironment | None = None) -> SebulbaSetup:
     Raises:
       ConfigError: an impossible setting.
     """
-    _check_settings(config)
+    check_settings(config)
     if env is None:
-        newest_frame = config.sebulba.newest_frame
-        env = envs.make_host_environment(
-            config.env,
-            config.env_kwargs,
-            config.env_params,
-            observed=config.observed,
-            newest_frame=newest_frame,
-        )
+        env = make_environment(config)
     devices = mesh_lib.initialize_devices(config.cpu_devices or 1, required=config.cpu_devices > 0)
     if devices[0].platform == "cpu":
         malloc.keep_freed_memory()
@@ -124,9 +117,18 @@ def prepare(config: Config, env: HostEnvironment | None = None) -> SebulbaSetup:
     return make_setup(config, env, splits[jax.process_index()], learners)
 
 
-def _check_settings(config: Config) -> None:
+def make_environment(config: Config) -> HostEnvironment:
+    """The environment that a configuration names."""
+    settings = (config.env, config.env_kwargs, config.env_params)
+    newest_frame = config.sebulba.newest_frame
+    return envs.make_host_environment(
+        *settings, observed=config.observed, newest_frame=newest_frame
+    )
+
+
+def check_settings(config: Config) -> None:
     """Raises ``ConfigError`` for settings that Sebulba does not support."""
-    for name, only in (("stagger", 0), ("averaging.groups", 1)):
+    for name, only in (("stagger", 0), ("averaging.groups", 1), ("selection.every", 0)):
         value = operator.attrgetter(name)(config)
         if value != only:
             raise ConfigError(

@@ -20,7 +20,7 @@ from podracer.sebulba.pipeline import ParameterServer, PauseTimer, TrajectoryQue
 from podracer.sebulba.pool import RestartingPool
 from podracer.sebulba.program import CompiledIndependent, SebulbaState
 from podracer.sebulba.remote import RemoteActors
-from podracer.sebulba.setup import SebulbaSetup, make_actors, prepare
+from podracer.sebulba.setup import SebulbaSetup, check_settings, make_actors, prepare
 from podracer.sebulba.threads import HangLimits, Supervisor
 from podracer.training import builder, loop
 from podracer.training.exchange import Exchange
@@ -59,6 +59,7 @@ def train(
     """
     parsed = config_lib.parse(config)
     if len(parsed.members) > 1 or parsed.sweep:
+        check_settings(parsed)
         return train_in_turn("sebulba", train, parsed, workdir, options)
     with open_session("sebulba", lambda config, _: prepare(config), parsed, workdir, options) as (
         setup,

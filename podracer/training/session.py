@@ -34,6 +34,21 @@ from podracer.training.options import Options
 from podracer.types import Device, Row, Target
 
 
+def check_resumed(
+    files: Workdir, architecture: str, config: Config, log: Callable[[str], None]
+) -> None:
+    """Logs each setting in which a config differs from that of the run found in a workdir, if there
+    is one. Raises ``ConfigError`` if one may not change."""
+    if files.config is None:
+        return
+    now = {"architecture": architecture, **dataclasses.asdict(config)}
+    defaults, fixed = dataclasses.asdict(Config()), config.agent_config.fixed
+    with upgrading.explained(files.wrote):
+        changed = check_same_run(files.config, now, defaults, fixed)
+    for line in changed:
+        log(line)
+
+
 class Session:
     """The workdir, checkpoints and display of a run; a context manager that releases all of them
     however the run ends.
@@ -99,14 +114,7 @@ class Session:
         assert options.workdir is not None
         self._files = files = Workdir(options.workdir, restart=options.restart, log=self.log)
         on_error.callback(files.close)
-        if files.config is not None:
-            now = {"architecture": self._architecture, **dataclasses.asdict(self._config)}
-            defaults = dataclasses.asdict(Config())
-            fixed = self._config.agent_config.fixed
-            with upgrading.explained(files.wrote):
-                changed = check_same_run(files.config, now, defaults, fixed)
-            for line in changed:
-                self.log(line)
+        check_resumed(files, self._architecture, self._config, self.log)
         files.hold()
         files.make_folder(CHECKPOINTS)
         self._profile = Profile(options.profile, files.local / "profile")

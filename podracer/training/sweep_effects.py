@@ -7,6 +7,7 @@ import jax
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from podracer.config import Config
+from podracer.distributed.checksum import path_name
 from podracer.errors import ConfigError
 
 
@@ -32,21 +33,19 @@ def check_effects(config: Config, functions: Sequence[jax.stages.Wrapped], state
 def effective_settings(functions: Sequence[jax.stages.Wrapped], state: Any) -> set[str]:
     """The settings on which results depend, apart from what becomes of the settings themselves."""
     found = set()
-    given = [_setting(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    given = [_parts(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     for function in functions:
         traced = function.trace(state)
         results = jax.tree_util.tree_leaves_with_path(traced.out_info)
-        wanted = [not {"settings", "selected"} & set(_names(path)) for path, _ in results]
+        wanted = [not {"settings", "selected"} & set(_parts(path)) for path, _ in results]
         _, used = dce_jaxpr(traced.jaxpr.jaxpr, wanted)
-        found |= {name for name, is_used in zip(given, used, strict=True) if name and is_used}
+        found |= {
+            parts[1]
+            for parts, is_used in zip(given, used, strict=True)
+            if parts[0] == "settings" and is_used
+        }
     return found
 
 
-def _names(path: tuple[Any, ...]) -> list[str]:
-    return [str(getattr(key, "name", getattr(key, "key", ""))) for key in path]
-
-
-def _setting(path: tuple[Any, ...]) -> str:
-    """The name of the setting that a leaf of the state is; empty for all others."""
-    first, *rest = _names(path)
-    return rest[0] if first == "settings" else ""
+def _parts(path: Any) -> list[str]:
+    return path_name(path).split("/")

@@ -17,10 +17,10 @@ from podracer.monitoring.curves import mean_and_interval
 from podracer.monitoring.figures import EVALUATION
 from podracer.monitoring.formatting import mean_and_error
 from podracer.storage import workdir as workdir_lib
-from podracer.storage.compatibility import check_same_run
 from podracer.storage.workdir import Workdir
 from podracer.training.loop import Result
 from podracer.training.options import Options, RunOptions
+from podracer.training.session import check_resumed
 from podracer.training.sweep_report import make_report
 from podracer.types import Row
 
@@ -35,7 +35,7 @@ def train_in_turn(
     """Trains the agents of a sweep, or of several seeds.
 
     Args:
-      architecture: "sebulba".
+      architecture: its name, "sebulba" or "anakin".
       train: trains one agent, as ``podracer.sebulba.train``.
       config: the configuration of all.
       workdir: a folder, in which the run of each agent has one of its own, named after it; None
@@ -96,12 +96,7 @@ def _mean_over_seeds(config: Config, last: Row) -> str:
 
 
 def _check(config: Config, given: Options) -> None:
-    """Raises ``ConfigError`` for what runs one after another can't do."""
-    if config.selection.every:
-        raise ConfigError(
-            f"selection.every={config.selection.every} is for environments written in JAX; set it "
-            "to 0"
-        )
+    """Raises ``ConfigError`` if several processes share the command."""
     if given.address.num_processes not in (None, 1):
         raise ConfigError(
             f"--num_processes={given.address.num_processes} is for one agent with environments on "
@@ -119,11 +114,7 @@ def _folder(
         yield None
         return
     with contextlib.closing(Workdir(given.workdir, restart=given.restart, log=log)) as folder:
-        now = {"architecture": architecture, **dataclasses.asdict(config)}
-        if folder.config is not None:
-            defaults, fixed = dataclasses.asdict(Config()), config.agent_config.fixed
-            for line in check_same_run(folder.config, now, defaults, fixed):
-                log(line)
+        check_resumed(folder, architecture, config, log)
         folder.hold()
         content: Mapping[str, object] = {
             "architecture": architecture,

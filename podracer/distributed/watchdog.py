@@ -22,6 +22,8 @@ from podracer.errors import FINAL, ExitCode, see
 EXPLAINED = see("devices-and-several-hosts")
 # File descriptor for stack traces: sys.stderr may be replaced by an object without one.
 STDERR = 2
+# Seconds within which the operating system closes all sockets of a process that was killed.
+ENDING_S = 1.0
 
 
 class ProcessState(NamedTuple):
@@ -372,6 +374,8 @@ class Watchdog:
         )
 
     def _coordinator_is_reachable(self) -> bool:
+        # A killed process closes its connections before it no longer accepts new ones.
+        time.sleep(ENDING_S)
         try:
             socket.create_connection(self._coordinator, timeout=2).close()
         except OSError:

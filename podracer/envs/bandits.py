@@ -18,6 +18,7 @@ from podracer.types import (
     ACTION_MASK,
     Array,
     ArrayTree,
+    Box,
     Discrete,
     Environment,
     HostEnvironment,
@@ -38,16 +39,21 @@ class Bandit(NamedTuple):
       observation: ``[N, ...]``, in the order in which they are seen.
       reward: ``[N, actions]`` float32, of actions in answer to them.
       length: steps of an episode. They terminate; the next one begins in the step after.
+      continuous: the action space is a box [-1, 1]. The discrete actions are at equal distances in
+        it, and the reward is 1 less the squared distance to the best one of them.
     """
 
     observation: ArrayTree
     reward: np.ndarray
     length: int
+    continuous: bool = False
 
     @property
     def spec(self) -> Spec:
         """The spaces."""
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.observation)
+        if self.continuous:
+            return Spec(one, Box((1,), -np.ones(1), np.ones(1)))
         return Spec(one, Discrete(self.reward.shape[1]))
 
     def arrive(self, place: Leaf, count: Leaf, reward: Leaf, xp: ModuleType) -> TimeStep:
@@ -60,10 +66,16 @@ class Bandit(NamedTuple):
     def step(self, place: Leaf, count: Leaf, action: Leaf, xp: ModuleType) -> Any:
         """Places and counts after actions, and the arrival there; ``xp`` is numpy or jax.numpy."""
         ended = count == self.length
-        reward = xp.where(ended, 0.0, xp.asarray(self.reward)[place, action])
+        reward = xp.where(ended, 0.0, self._rewarded(place, action, xp))
         count = xp.where(ended, 0, count + 1)
         place = (place + 1) % len(self.reward)
         return place, count, self.arrive(place, count, reward, xp)
+
+    def _rewarded(self, place: Leaf, action: Leaf, xp: ModuleType) -> Any:
+        if not self.continuous:
+            return xp.asarray(self.reward)[place, action]
+        best = np.linspace(-1, 1, self.reward.shape[1])[self.reward.argmax(1)]
+        return 1 - (xp.clip(action[..., 0], -1, 1) - xp.asarray(best, np.float32)[place]) ** 2
 
 
 class BanditPool:
@@ -117,16 +129,17 @@ def make_host(bandit: Bandit) -> HostEnvironment:
     )
 
 
-def parts(length: int = 4) -> Bandit:
+def parts(length: int = 4, continuous: bool = False) -> Bandit:
     """An image, one half of which is bright, and a number with a sign: each is half of the answer.
 
     The reward is 1 for the one right action of four, so the best return is ``length``, half of that
-    for an agent which sees only one of the two, and a quarter for one which sees neither.
+    for an agent which sees only one of the two, and a quarter for one which sees neither. With
+    continuous actions, it is 8/9 for one which sees only the image.
     """
     image = np.zeros((4, 4, 4, 1), np.uint8)
     image[:2, :, :2], image[2:, :, 2:] = 255, 255
     sign = np.array([[1], [-1], [1], [-1]], np.float32)
-    return Bandit({"image": image, "sign": sign}, np.eye(4, dtype=np.float32), length)
+    return Bandit({"image": image, "sign": sign}, np.eye(4, dtype=np.float32), length, continuous)
 
 
 def masked(length: int = 4, actions: int = 4) -> Bandit:

@@ -11,6 +11,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,6 +22,11 @@ from etils import epath
 
 from podracer.distributed.checksum import checksum, digests, is_key, named_arrays, path_name
 from podracer.storage import bucket, upgrading
+from podracer.storage.deferred_json import (
+    DeferredJsonHandler,
+    DeferredJsonRestore,
+    DeferredJsonSave,
+)
 from podracer.storage.workdir import CHECKPOINTS, versions
 from podracer.types import Array, ArrayTree, Row
 
@@ -175,7 +181,7 @@ def read(
         items = _split({names[name]: x for name, x in shapes.items()})
         arguments = ocp.args.Composite(
             **{k: ocp.args.StandardRestore(x) for k, x in items.items()},
-            **{PROGRESS: ocp.args.JsonRestore()},
+            **{PROGRESS: DeferredJsonRestore()},
         )
         found = manager.restore(step, args=arguments)
     arrays = _join(found)
@@ -196,16 +202,16 @@ def verify(arrays: Mapping[str, Array], progress: Mapping[str, Any]) -> Progress
     """The progress of a checkpoint that was read. Raises ``ValueError`` if its checksum is not that
     of the arrays; all processes compute it together."""
     content = {name: x for name, x in progress.items() if name in (*Progress._fields, "checksum")}
-    expected, got = content.pop("checksum"), _checksum(arrays)
+    expected, got = content.pop("checksum"), int(jax.device_get(_checksum(arrays)))
     if got != expected:
         raise ValueError(f"its checksum is {got}, not {expected}")
     return Progress(**content)
 
 
-def _checksum(arrays: Mapping[str, Array]) -> int:
+def _checksum(arrays: Mapping[str, Array]) -> Array:
     """The checksum of all arrays. Those of a replay buffer are too large to be summed in the order
     that checkpoints have always had, so it is that of their digests."""
-    return int(jax.device_get(checksum({**arrays, **digests(replay_arrays(arrays))})))
+    return checksum({**arrays, **digests(replay_arrays(arrays))})
 
 
 def read_weights(
@@ -271,9 +277,14 @@ def write(
     arrays = {name: x for name, x in arrays.items() if name not in left_out}
     progress = progress._replace(replay=not left_out)
     wrote = versions().get("podracer")
-    content = {**progress._asdict(), "checksum": _checksum(arrays), "podracer": wrote}
-    items = {k: ocp.args.StandardSave(x) for k, x in _split(_unshared(arrays)).items()}
-    arguments = ocp.args.Composite(**items, **{PROGRESS: ocp.args.JsonSave(content)})
+    arrays = _unshared(arrays)
+    # Training does not wait for the checksum. On a CPU, the next step would: computations that one
+    # thread has begun run one after another.
+    with ThreadPoolExecutor(1) as thread:
+        total = thread.submit(_checksum, arrays).result()
+    content = {**progress._asdict(), "checksum": total, "podracer": wrote}
+    items = {k: ocp.args.StandardSave(x) for k, x in _split(arrays).items()}
+    arguments = ocp.args.Composite(**items, **{PROGRESS: DeferredJsonSave(content)})
     # Orbax copies the arrays to the host in this thread with implicit transfers. JAX's guard checks
     # them on TPUs and GPUs but never on CPUs, where nothing has to be transferred.
     with jax.transfer_guard_device_to_host("allow"):
@@ -332,7 +343,7 @@ def open_manager(
         folder,
         item_handlers={
             **{item: ocp.StandardCheckpointHandler() for item in (*_PREFIXES, REST)},
-            PROGRESS: ocp.JsonCheckpointHandler(),
+            PROGRESS: DeferredJsonHandler(),
         },
         options=ocp.CheckpointManagerOptions(
             best_fn=_order,

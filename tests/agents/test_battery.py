@@ -225,7 +225,7 @@ def test_a_recurrent_agent_remembers(agent, continuous, core):
 
 
 # One agent for each kind of network, except MuZero's, which tests/nets/test_model.py covers.
-NETWORKS = ("ppo", "dqn")
+NETWORKS = ("ppo", "dqn", "d4pg")
 DISCRETE = [agent for agent, row in ROWS.items() if False in row.continuous]
 
 
@@ -238,7 +238,10 @@ DISCRETE = [agent for agent, row in ROWS.items() if False in row.continuous]
 )
 @SLOW
 def test_dictionaries_and_masks_are_understood(probe, torso, agent):
-    config = make_probe(probe, agent, network__torso=torso, normalize_observations=True)
+    kwargs = {} if agent in DISCRETE else {"continuous": True}
+    config = make_probe(
+        probe, agent, env_kwargs=kwargs, network__torso=torso, normalize_observations=True
+    )
     program, _, state, step = make_run(config)
     for _ in range(2):
         state, metrics = step(state)

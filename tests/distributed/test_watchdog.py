@@ -3,6 +3,7 @@
 import ctypes
 import json
 import signal
+import socket
 import threading
 import time
 from types import SimpleNamespace
@@ -67,7 +68,8 @@ class Group:
 @pytest.fixture
 def group(monkeypatch):
     group = Group()
-    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: group.now))
+    clock = SimpleNamespace(monotonic=lambda: group.now, sleep=time.sleep)
+    monkeypatch.setattr(watchdog, "time", clock)
     monkeypatch.setattr(Watchdog, "_exchange_states", lambda self: None)
     monkeypatch.setattr(Watchdog, "_check_states", lambda self: None)
     group.start()
@@ -159,6 +161,20 @@ def test_an_abort_names_its_cause(group):
     group.dog._aborted()
     assert group.exits[0] == (ExitCode.STALLED, "process 0 (host0), the coordinator, is gone")
     assert (ExitCode.DIVERGED, "process 0 (host0) failed: DivergedError: NaN") in group.exits
+
+
+@pytest.mark.parametrize(("open_s", "words"), [(0.3, "the coordinator, is gone"), (5.0, "aborts")])
+def test_a_coordinator_that_is_being_killed_is_gone(group, open_s, words):
+    group.index = group.dog._index = 1
+    group.send(0, 2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        group.dog._coordinator = server.getsockname()
+        # Its listening socket is closed a little later than its connections.
+        closing = threading.Timer(open_s, server.close)
+        closing.start()
+        group.dog._aborted()
+        closing.cancel()
+    assert words in group.exits[0][1]
 
 
 # ---- Its threads.

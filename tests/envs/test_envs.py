@@ -227,22 +227,31 @@ def test_a_users_environment_may_observe_a_dictionary():
 
 
 def test_bandits_are_the_same_in_jax_and_on_the_host():
-    for name in dummy.BANDITS:
-        env, host = envs.make_environment(f"dummy:{name}", {}, {}), dummy.make_host(name, {}, {})
+    for name, kwargs in (("parts", {}), ("masked", {}), ("parts", {"continuous": True})):
+        env = envs.make_environment(f"dummy:{name}", kwargs, {})
+        host = dummy.make_host(name, kwargs, {})
         state, timestep = env.reset(prng.key(2))
         pool = host.make_pool([int(state[0])], 1)
         ours, step, rewards = [timestep], jax.jit(env.step), set()
         theirs = [pool.reset().timestep]
-        for action in np.random.default_rng(0).integers(0, 4, 40):
+        actions = np.random.default_rng(0).integers(0, 4, 40)
+        if kwargs:
+            # The discrete actions' places in the box.
+            actions = (actions[:, None] * 2 / 3 - 1).astype(np.float32)
+        for action in actions:
             state, timestep = step(prng.key(0), state, action)
             ours.append(timestep)
             theirs.append(pool.step(np.array([action])).timestep)
-            rewards.add(float(timestep.reward))
+            rewards.add(round(float(timestep.reward), 4))
         for a, b in zip(ours, theirs, strict=True):
             jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y[0], strict=True), a, b)
         # Four steps, and one that begins the next episode.
         assert [bool(x.first) for x in ours] == [i % 5 == 0 for i in range(41)]
-        assert rewards == {0.0, 1.0} | ({-100.0} if name == "masked" else set())
+        if kwargs:
+            # Squared distances of the four actions from the best one.
+            assert rewards == {0.0, *(round(1 - (i * 2 / 3) ** 2, 4) for i in range(4))}
+        else:
+            assert rewards == {0.0, 1.0} | ({-100.0} if name == "masked" else set())
 
 
 @pytest.mark.parametrize(

@@ -433,6 +433,26 @@ def unwritable(monkeypatch, times: int) -> None:
     monkeypatch.setattr(ocp.CheckpointManager, "save", full)
 
 
+def test_training_does_not_wait_for_the_checksum(tmp_path, monkeypatch):
+    slow = jax.jit(lambda x: x @ x @ x @ x @ x)
+    matrix = jax.numpy.ones((2000, 2000))
+    step, started = jax.jit(lambda x: x + 1), []
+
+    def late(arrays):
+        started.append(slow(matrix))
+        return checksum(arrays)
+
+    jax.block_until_ready((slow(matrix), step(0.0)))
+    saver = checkpoints(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint.files, "checksum", late)
+        saver.save(state(1), Progress(1), None)
+        step(1.0).block_until_ready()
+        assert not started[0].is_ready()
+        saver.close()
+    assert bits(checkpoints(tmp_path).restore(state())[0]) == bits(state(1))
+
+
 def test_training_continues_while_nothing_can_be_saved(tmp_path, monkeypatch, capsys):
     whole = finished_run(tmp_path / "whole")
     unwritable(monkeypatch, 7)

@@ -48,6 +48,20 @@ REPLAY = (
 )  # fmt: skip
 
 
+# R2D2's replay holds memories as well; D4PG has two optimizers, and targets that move a little.
+AGENTS = {
+    "dqn": (),
+    "r2d2": (
+        "--config.network.core=lstm", "--config.network.hidden=(16,)",
+        "--config.network.core_size=16", "--config.r2d2.burn_in=4", "--config.r2d2.trace=8",
+    ),
+    "d4pg": (
+        "--config.env=gymnax:Pendulum-v1", "--config.d4pg.policy_hidden=(16,)",
+        "--config.d4pg.critic_hidden=(16,)",
+    ),
+}  # fmt: skip
+
+
 def start(*arguments):
     return subprocess.Popen(
         command(*arguments), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -115,14 +129,15 @@ def test_two_runs_in_one_workdir(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_ten_kills_change_nothing(tmp_path):
-    """``kill -9`` at ten random moments, each time resumed by the same command, with a replay."""
-    changes = ["--config.agent=dqn", *REPLAY]
+@pytest.mark.parametrize(("agent", "times"), [("dqn", 10), ("r2d2", 4), ("d4pg", 4)])
+def test_kills_change_nothing(agent, times, tmp_path):
+    """``kill -9`` at random moments, each time resumed by the same command, with a replay."""
+    changes = [f"--config.agent={agent}", *REPLAY, *AGENTS[agent]]
     whole_run = command(tmp_path / "whole", *changes)
     subprocess.run(whole_run, cwd=ROOT, check=True, capture_output=True)
     rng = np.random.default_rng(0)
     kills = 0
-    while kills < 10:
+    while kills < times:
         with start(tmp_path / "run", *changes) as run:
             # At a new row, between two saves or in one; and by turns anywhere in the time that a
             # run takes to its first new row: in the imports, the compilation, the restore.
@@ -140,7 +155,7 @@ def test_ten_kills_change_nothing(tmp_path):
             run.communicate()
         if run.returncode == 0:
             break
-    assert kills == 10, "the run was over before it was killed ten times"
+    assert kills == times, "the run was over before it was killed as often"
     last_run = command(tmp_path / "run", *changes)
     subprocess.run(last_run, cwd=ROOT, check=True, capture_output=True)
     whole, killed = (last_arrays(tmp_path / name) for name in ("whole", "run"))

@@ -13,6 +13,7 @@ from podracer import config as config_lib
 from podracer.config.members import Point
 from podracer.errors import ConfigError, unknown
 from podracer.monitoring import dashboard, figures
+from podracer.monitoring.alone import command_alone
 from podracer.monitoring.curves import INTERVAL, mean_and_interval
 from podracer.monitoring.formatting import mean_and_error, number
 from podracer.storage import upgrading
@@ -169,7 +170,8 @@ def tabulate(histories: Sequence[PointHistory], metric: str) -> Table:
 def plot_sweep(
     runs: Sequence[str], out: str, metric: str, x: str, smooth: int, label: Sequence[str]
 ) -> None:
-    """Draws a sweep into ``out.png`` and ``out.svg``; prints its points and the best one's flags.
+    """Draws a sweep into ``out.png`` and ``out.svg``; prints its points and the command that trains
+    the best one alone.
 
     Args:
       runs: the workdir of the sweep.
@@ -186,11 +188,13 @@ def plot_sweep(
     if (x, smooth, list(label)) != ("both", 1, []):
         raise ConfigError("--x, --smooth and --label have no effect with --sweep; leave them out")
     (workdir,) = runs
-    histories = read_sweep(workdir, metric)
-    figure = draw(histories, metric, dashboard.title(read_config(workdir)["config"]))
+    histories, content = read_sweep(workdir, metric), read_config(workdir)
+    figure = draw(histories, metric, dashboard.title(content["config"]))
     paths = figures.save(figure, out)
     console = Console(highlight=False)
     console.print(tabulate(histories, metric))
     best = max(histories, key=lambda x: x.value[-1]).point
-    for line in (f"the best: {best.name}, {best.text}", f"written: {' and '.join(paths)}"):
+    alone = command_alone(content, config_lib.parse(content["config"]), best, os.fspath(workdir))
+    flags = f", trained alone by\n{alone}" if alone else f", {best.text}"
+    for line in (f"the best: {best.name}{flags}", f"written: {' and '.join(paths)}"):
         console.print(line, markup=False, soft_wrap=True)

@@ -246,10 +246,10 @@ def main(train: Callable[..., Any], argv: Sequence[str] | None = None) -> int:
     """
 
     def command() -> None:
-        usage = train.__module__.split(".")[1]
-        config, path, options = parse_config(usage, OPTIONS, sys.argv if argv is None else argv)
+        usage, given = train.__module__.split(".")[1], sys.argv if argv is None else argv
+        config, path, options = parse_config(usage, OPTIONS, given)
         options["workdir"] = options["workdir"] or f"runs/{path.stem}"
-        train(config, **options)
+        train(config, **options, command=["python", "-m", f"podracer.{usage}", *given[1:]])
 
     # This handler is in use until the loop installs its own, which saves the run first.
     before = signal.signal(signal.SIGTERM, _end)

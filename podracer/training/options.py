@@ -1,6 +1,7 @@
 """The options of a run besides its config."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TypedDict
 
 from etils import epath
@@ -24,6 +25,7 @@ class Options:
       verbose: show all values of each row of metrics.
       profile: number of updates to trace; WORKDIR/profile gets the trace, for XProf or TensorBoard.
       coordinator, num_processes, process_id: see ``joining.Address``.
+      command: the command line that starts the run, for config.json; empty if none does.
     """
 
     workdir: epath.PathLike | None = None
@@ -35,6 +37,7 @@ class Options:
     coordinator: str | None = None
     num_processes: int | None = None
     process_id: int | None = None
+    command: Sequence[str] = ()
 
     def __post_init__(self):
         if self.profile < 0 or (self.profile and self.workdir is None):
@@ -62,3 +65,4 @@ class RunOptions(TypedDict, total=False):
     coordinator: str | None
     num_processes: int | None
     process_id: int | None
+    command: Sequence[str]

@@ -155,6 +155,7 @@ class Session:
                 "device_kind": devices[0].device_kind,
                 "processes": jax.process_count(),
                 "versions": workdir_lib.versions(),
+                "command": list(self._options.command),
             }
             self._files.dump(workdir_lib.CONFIG, content)
 

@@ -53,6 +53,8 @@ def train_in_turn(
     given = Options(workdir, **options)
     _check(config, given)
     log: Callable[[str], None] = print if not given.quiet else lambda text: None
+    # The folder of all is moved aside as a whole, and the command is that of all.
+    of_one: RunOptions = {**options, "restart": False, "command": ()}
     last: Row = {"step": 0, "wall_time": 0.0}
     best: Result | None = None
     with _folder(architecture, config, given, log) as folder:
@@ -60,7 +62,7 @@ def train_in_turn(
             own = None if folder is None else folder.path / member.name
             log(f"{member.name} of {len(config.members)}: {Point((member,)).text}")
             try:
-                result = train(config.alone(member), own, **{**options, "restart": False})
+                result = train(config.alone(member), own, **of_one)
             except DivergedError as error:
                 log(f"{member.name}: {error}")
                 last[f"{member.name}/train/diverged"] = 1.0
@@ -121,6 +123,7 @@ def _folder(
             "config": dataclasses.asdict(config),
             "sizes": {"num_agents": len(config.members)},
             "versions": workdir_lib.versions(),
+            "command": list(given.command),
         }
         folder.dump(workdir_lib.CONFIG, content)
         yield folder

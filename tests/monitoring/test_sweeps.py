@@ -1,13 +1,18 @@
 """Figures and tables of sweeps: settings, the best so far, and rejected arguments."""
 
+import dataclasses
 import json
+import shlex
 
 import numpy as np
 import pytest
 
+from podracer import config as config_lib
 from podracer import plot
-from podracer.monitoring import sweeps
+from podracer.config import Config
+from podracer.monitoring import alone, sweeps
 from podracer.monitoring.figures import EVALUATION
+from podracer.training import command_line
 
 SWEEP = {"learning_rate": [1e-4, 1e-2], "ppo": {"clip": [0.1, 0.3]}}
 # Of four agents at steps 100 to 300; the last one diverges.
@@ -109,6 +114,38 @@ def test_the_command_prints_the_agents_and_the_flags_of_the_best(workdir, tmp_pa
     assert f"the best: member_2, {flags}" in printed
     for suffix in ("png", "svg"):
         assert (tmp_path / f"figure.{suffix}").stat().st_size > 1000
+
+
+def parse(command: list[str]) -> tuple[Config, str]:
+    config, _, options = command_line.parse_config("anakin", command_line.OPTIONS, command[2:])
+    return config_lib.parse(config), options["workdir"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--config.sweep.learning_rate=[1e-4,1e-2]", "--config.sweep.ppo.clip=[0.1,0.3]"],
+        ["--config.sweep.ppo.clip=uniform(0.1,0.3)", "--config.population", "4", "--restart"],
+        ["--config.sweep.ppo.gae_lambda=[0.9,0.95]", "--config.num_seeds=2", "--config.seed=5"],
+    ],
+)
+def test_the_command_of_a_point_trains_it_alone(flags):
+    command = ["python", "-m", "podracer.anakin", "--config", "cartpole", "--workdir", "runs/x"]
+    command += ["--config.total_steps=4096", *flags, "--quiet"]
+    config, _ = parse(command)
+    content, point = {"command": command}, config.points[1]
+    found, workdir = parse(shlex.split(alone.command_alone(content, config, point, "runs/x")))
+    assert workdir == f"runs/x-{point.members[0].name}"
+    assert found.total_steps == 4096
+    assert [x.seed for x in found.members] == [x.seed for x in point.members]
+    assert dataclasses.replace(found, num_seeds=1) == config.alone(point.members[0])
+
+
+def test_a_command_that_lacks_a_part_of_the_sweep_is_not_that_of_a_point():
+    command = ["python", "-m", "podracer.anakin", "--config=cartpole"]
+    config, _ = parse([*command, "--config.sweep.ppo.gae_lambda=[0.9,0.95]"])
+    for content in ({}, {"command": []}, {"command": command}):
+        assert alone.command_alone(content, config, config.points[0], "runs/x") == ""
 
 
 @pytest.mark.parametrize(

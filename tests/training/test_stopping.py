@@ -53,7 +53,8 @@ AGENTS = {
     "dqn": (),
     "r2d2": (
         "--config.network.core=lstm", "--config.network.hidden=(16,)",
-        "--config.network.core_size=16", "--config.r2d2.burn_in=4", "--config.r2d2.trace=8",
+        "--config.network.core_size=16", "--config.r2d2.burn_in=16", "--config.r2d2.trace=128",
+        "--config.replay.batch=8",
     ),
     "d4pg": (
         "--config.env=gymnax:Pendulum-v1", "--config.d4pg.policy_hidden=(16,)",

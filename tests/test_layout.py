@@ -12,7 +12,8 @@ ROOT = pathlib.Path(__file__).parent.parent / "podracer"
 LAYERS = [
     ["errors"],
     ["types"],
-    ["xla_cpu", "distributed", "envs"],
+    ["xla_cpu"],
+    ["distributed", "envs"],
     ["nets", "learning", "remote"],
     ["agents"],
     ["config"],

@@ -10,8 +10,8 @@ from podracer.config import Config
 from podracer.config.sizes import Sizes
 from podracer.distributed import mesh as mesh_lib
 from podracer.learning.selection import Scores
+from podracer.training import builder
 from podracer.types import Array, ArrayTree, Leaf, TrainState
-from podracer.xla_cpu import prng
 
 
 class AnakinState(struct.PyTreeNode):
@@ -76,4 +76,4 @@ def make_start(config: Config, platform: str = "") -> Start:
     }
     if len(agents) == 1:
         settings = {name: x[0] for name, x in settings.items()}
-    return Start(prng.keys([x.seed for x in agents], platform), settings)
+    return Start(builder.run_keys([x.seed for x in agents], platform), settings)

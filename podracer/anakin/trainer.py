@@ -20,7 +20,6 @@ from podracer.training.options import RunOptions
 from podracer.training.start import compile_and_restore, open_session
 from podracer.training.sweep_effects import check_effects
 from podracer.training.sweep_report import make_report
-from podracer.xla_cpu import malloc
 
 
 def train(
@@ -86,8 +85,6 @@ def prepare(config: Config, joined: Processes | None = None) -> AnakinProgram:
     devices = mesh_lib.initialize_devices(
         config.cpu_devices or default, required=config.cpu_devices > 0
     )
-    if devices[0].platform == "cpu":
-        malloc.keep_freed_memory()
     env = builder.make_environment(config)
     sizes = make_sizes(config, len(devices))
     program = make_program(config, env, sizes, mesh_lib.make_mesh(devices, sizes.num_groups))

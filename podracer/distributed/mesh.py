@@ -23,12 +23,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from podracer.errors import ConfigError
 from podracer.types import Array, ArrayTree, Device
+from podracer.xla_cpu import malloc
+from podracer.xla_cpu.raveling import ravel
 
 GROUPS, AXIS = "groups", "devices"
 REPLICATED = P()
@@ -68,6 +69,8 @@ def initialize_devices(cpu_devices: int, *, required: bool) -> list[Device]:
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", cpu_devices)
     local = jax.local_devices()
+    if local[0].platform == "cpu":
+        malloc.keep_freed_memory()
     by_process = [jax.local_devices(process_index=p) for p in range(jax.process_count())]
     if local[0].platform != "cpu" or (in_environment and not required):
         return [device for devices in by_process for device in devices]
@@ -272,7 +275,7 @@ def device_index() -> Array:
 def _reduce(tree: ArrayTree, collective: Callable[[Array, str], Array]) -> ArrayTree:
     if jax.lax.axis_size(AXIS) == 1:
         return tree
-    flat, unravel = ravel_pytree(tree)
+    flat, unravel = ravel(tree)
     return unravel(collective(flat, AXIS))
 
 
@@ -295,7 +298,7 @@ def sum_groups(tree: ArrayTree) -> ArrayTree:
     """The sum over groups of a tree that the devices of a group have alike, by one all-reduce, in
     which each of them has its share: groups may be slices, with a slow network between them. Within
     ``per_device`` only."""
-    flat, unravel = ravel_pytree(tree)
+    flat, unravel = ravel(tree)
     shares = jax.lax.axis_size(AXIS)
     padded = jnp.pad(flat, (0, -flat.size % shares)).reshape(shares, -1)
     total = jax.lax.psum(padded[jax.lax.axis_index(AXIS)], GROUPS)

@@ -22,7 +22,6 @@ from podracer.training import builder, memory
 from podracer.training.builder import Components
 from podracer.training.memory import StateMemory
 from podracer.types import Device, HostEnvironment, Pool
-from podracer.xla_cpu import malloc, prng
 
 
 class SebulbaSetup(NamedTuple):
@@ -110,8 +109,6 @@ def prepare(config: Config, env: HostEnvironment | None = None) -> SebulbaSetup:
     if env is None:
         env = make_environment(config)
     devices = mesh_lib.initialize_devices(config.cpu_devices or 1, required=config.cpu_devices > 0)
-    if devices[0].platform == "cpu":
-        malloc.keep_freed_memory()
     splits = _split_devices(config, devices)
     learners = [device for split in splits for device in split.learners]
     return make_setup(config, env, splits[jax.process_index()], learners)
@@ -201,7 +198,7 @@ def make_setup(
     sizes = make_sizes(config, len(learners), num_threads)
     mesh = mesh_lib.make_mesh(learners)
     components = builder.build(config, env.spec, sizes)
-    key = prng.key(config.seed, split.actors[0].platform)
+    key = builder.run_keys([config.seed], split.actors[0].platform)
     actor_functions = program.make_actor_functions(
         config, env, components, key, len(split.learners)
     )

@@ -5,6 +5,7 @@ update to update, from the number of the update. The state therefore contains no
 run's random numbers depend on its seed alone.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ from podracer.types import (
     TrainState,
     Weights,
 )
+from podracer.xla_cpu import prng
 
 # The number that the run's key is folded with, for each use of the key.
 WEIGHTS, ENVIRONMENTS, STAGGER, UPDATES, EVALUATION, SELECTION = range(6)
@@ -146,6 +148,17 @@ def with_weights(
     new = jax.vmap(first)(weights) if num_agents > 1 else first(weights)
     placed = jax.tree.map(lambda x, old: jax.device_put(x, old.sharding), new, train.target)
     return train.replace(weights=weights, target=placed)
+
+
+def run_keys(seeds: Sequence[int], platform: str = "") -> Array:
+    """The key of each agent of a run, ``[len(seeds)]``; of a single one a scalar key, ``[]``.
+
+    Args:
+      seeds: any integers.
+      platform: as in ``prng.key``.
+    """
+    each = [prng.key(seed, platform) for seed in seeds]
+    return jnp.stack(each) if len(each) > 1 else each[0]
 
 
 def update_keys(key: Array, step: Array) -> tuple[Array, Array]:

@@ -6,7 +6,6 @@ random numbers then cost more than the physics. Unrolled rounds are fused into t
 kernels. (JAX's philox is fused as well, but in JAX 0.11 it does not compile on several devices.)
 """
 
-from collections.abc import Sequence
 from math import prod
 
 import jax
@@ -84,14 +83,3 @@ def key(seed: int, platform: str = "") -> Array:
     """
     impl = _UNROLLED if (platform or jax.default_backend()) == "cpu" else "threefry2x32"
     return jax.random.key(seed, impl=impl)
-
-
-def keys(seeds: Sequence[int], platform: str = "") -> Array:
-    """A key for each seed, ``[len(seeds)]``; for a single seed a scalar key, ``[]``.
-
-    Args:
-      seeds: any integers.
-      platform: as in ``key``.
-    """
-    each = [key(seed, platform) for seed in seeds]
-    return jnp.stack(each) if len(each) > 1 else each[0]

@@ -18,10 +18,9 @@ from podracer.learning import selection
 from podracer.learning.selection import Distribution, Scores
 from podracer.storage import checkpoint
 from podracer.storage.workdir import read_rows
-from podracer.training import saved_run
+from podracer.training import builder, saved_run
 from podracer.training.sweep_report import find_lineage
 from podracer.types import TrainState, Weights
-from podracer.xla_cpu import prng
 from tests.anakin.test_sweeps import config, run_sweep
 from tests.helpers import make_config
 from tests.training.resuming import Stops, without_times
@@ -146,7 +145,7 @@ def test_copies_take_over_all_that_is_learned_and_nothing_else(devices):
         train=TrainState(Weights(who, who), {"target": who}, (who, who), jnp.full(4, 10)),
         rollout=who[:, None],
         source=who[:, None],
-        key=prng.keys([3] * 4, "cpu"),
+        key=builder.run_keys([3] * 4, "cpu"),
         settings={"discount": 0.9 + who / 100},
         alive=jnp.full(4, True),
         # The second is the worst, and the last one the best.

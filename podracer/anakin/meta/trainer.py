@@ -11,10 +11,9 @@ from podracer.anakin.meta.program import MetaProgram, MetaState, make_program
 from podracer.config import Config
 from podracer.distributed import mesh as mesh_lib
 from podracer.distributed.processes import Processes
-from podracer.training import loop
+from podracer.training import builder, loop
 from podracer.training.options import RunOptions
 from podracer.training.start import compile_and_restore, open_session
-from podracer.xla_cpu import malloc, prng
 
 
 def train(
@@ -70,8 +69,6 @@ def prepare(config: Config, joined: Processes | None = None) -> MetaProgram:
     """
     joined = joined or Processes()
     devices = mesh_lib.initialize_devices(config.cpu_devices or 1, required=config.cpu_devices > 0)
-    if devices[0].platform == "cpu":
-        malloc.keep_freed_memory()
     program = make_program(config, len(devices), mesh_lib.make_mesh(devices, len(devices)))
     program.step.trace(program.state)
     return program
@@ -86,7 +83,7 @@ class _Compiled(NamedTuple):
 
 
 def _compile(program: MetaProgram, config: Config) -> _Compiled:
-    key = prng.keys([config.seed], program.devices[0].platform)
+    key = builder.run_keys([config.seed], program.devices[0].platform)
     state = program.init(key)
     step = program.step.lower(state).compile()
     evaluate = program.evaluate.lower(state).compile()

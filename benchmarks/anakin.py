@@ -116,7 +116,10 @@ def measure(config: Config, calls: int, seconds: float) -> dict[str, Any]:
         nonlocal state
         metrics = None
         for _ in range(num_calls):
-            state, metrics = compiled.step(state)
+            # One call ahead, as in training: with dozens of calls that wait, an all-reduce between
+            # CPU devices may never end.
+            before, (state, metrics) = metrics, compiled.step(state)
+            jax.block_until_ready(before)
         return metrics
 
     def act(num_unrolls: int) -> Any:

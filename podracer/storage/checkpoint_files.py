@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -239,9 +240,23 @@ class ShapeError(Exception):
     """The weights of a checkpoint have other shapes than the network."""
 
 
-@jax.jit
-def _copy(arrays: Mapping[str, Array]) -> dict[str, Array]:
-    return {name: jnp.copy(x) for name, x in arrays.items()}
+def _copy(x: Array) -> Array:
+    """A copy of an array on CPU devices.
+
+    numpy asks the system for large pages of memory, so that this takes half as long as by JAX.
+    """
+
+    def copy(data: Array) -> Array:
+        values = jax.device_get(data)
+        # JAX uses memory that starts at a multiple of 64 bytes as it is.
+        room = np.empty(values.nbytes + 64, np.uint8)
+        start = -room.ctypes.data % 64
+        copied = room[start : start + values.nbytes].view(values.dtype).reshape(values.shape)
+        np.copyto(copied, values)
+        return jax.device_put(copied, data.sharding, may_alias=True)
+
+    shards = [copy(shard.data) for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
 
 
 def _unshared(arrays: Mapping[str, Array]) -> Mapping[str, Array]:
@@ -252,7 +267,7 @@ def _unshared(arrays: Mapping[str, Array]) -> Mapping[str, Array]:
     three times as long as to copy them before (benchmarks/README.md).
     """
     on_cpu = all(d.platform == "cpu" for x in arrays.values() for d in x.devices())
-    return _copy(arrays) if on_cpu else arrays
+    return {name: _copy(x) for name, x in arrays.items()} if on_cpu else arrays
 
 
 def write(

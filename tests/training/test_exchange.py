@@ -3,6 +3,8 @@
 import errno
 import io
 import os
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -13,13 +15,14 @@ import tenacity
 
 from podracer import anakin
 from podracer.config.sizes import make_sizes
-from podracer.errors import ConfigError, SaveError
+from podracer.errors import ConfigError, ExitCode, SaveError
 from podracer.storage import retry
 from podracer.training.exchange import Exchange
 from podracer.training.rows import CallMetrics
 from podracer.types import TrainState, Weights
 from tests.helpers import make_config
 from tests.sebulba.runs import sebulba_config, train
+from tests.training.resuming import rows_of
 
 
 class State:
@@ -171,3 +174,44 @@ def test_runs_of_both_architectures_average(tmp_path):
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5),
         *jax.device_get((first.weights.params, second.weights.params)),
     )
+
+
+def start_group(folder, number: int) -> subprocess.Popen:
+    """A run of Sebulba without an end, which averages after every second update."""
+    command = [
+        sys.executable, "-m", "podracer.sebulba", "--config=cartpole", "--quiet",
+        "--config.env=envpool:CartPole-v1", f"--config.seed={number}",
+        f"--workdir={folder / str(number)}", f"--config.averaging.folder={folder / 'shared'}",
+        "--config.averaging.every=2", "--config.averaging.timeout_s=4",
+        "--config.total_steps=100_000_000", "--config.cpu_devices=1",
+        "--config.evaluation.every=0", "--config.checkpoint.every=4",
+    ]  # fmt: skip
+    return subprocess.Popen(command)
+
+
+def wait_for_average(folder, number: int, runs: int) -> None:
+    """Waits until a new row of a run says that so many runs took part."""
+    workdir = folder / str(number)
+    before = len(rows_of(workdir))
+    while all(row["averaging/runs"] != runs for row in rows_of(workdir)[before:]):
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_run_of_sebulba_that_is_killed_rejoins(tmp_path):
+    """While it is away, the other one trains alone; then both average again."""
+    processes = [start_group(tmp_path, number) for number in (0, 1)]
+    try:
+        for number in (0, 1):
+            wait_for_average(tmp_path, number, 2)
+        processes[1].kill()
+        processes[1].wait()
+        wait_for_average(tmp_path, 0, 1)
+        processes[1] = start_group(tmp_path, 1)
+        for number in (1, 0):
+            wait_for_average(tmp_path, number, 2)
+    finally:
+        for each in processes:
+            each.terminate()
+        codes = [each.wait(60) for each in processes]
+    assert codes == [ExitCode.PREEMPTED] * 2

@@ -53,7 +53,7 @@ def test_two_processes_agree_train_and_fail_together(tmp_path):
 
 OWN = {
     "r2d2": {"network.core": "lstm", "r2d2.burn_in": 4, "r2d2.trace": 8},
-    "d4pg": {"env_kwargs.continuous": True},
+    "d4pg": {"env": "dummy:counting", "env_kwargs.continuous": True},
 }
 
 
@@ -62,6 +62,7 @@ OWN = {
 @pytest.mark.parametrize(
     ("architecture", "agent", "count", "learners"),
     [
+        ("anakin", "d4pg", 2, 4),
         ("anakin", "dqn", 2, 4),
         ("anakin", "muzero", 2, 4),
         ("anakin", "r2d2", 2, 4),
@@ -70,6 +71,7 @@ OWN = {
         ("sebulba", "dqn", 2, 2),
         ("sebulba", "d4pg", 2, 2),
         ("sebulba", "ppo", 2, 2),
+        ("sebulba", "r2d2", 2, 2),
         ("sebulba", "vtrace", 4, 4),
     ],
 )

@@ -112,6 +112,8 @@ def test_an_evaluation_that_a_signal_interrupts_is_left_to_the_next_start(tmp_pa
         pytest.param(REPLAY, 1, 8, marks=pytest.mark.slow),
         pytest.param(REPLAY, 8, 2, marks=pytest.mark.slow),
         pytest.param(R2D2, 1, 8, marks=pytest.mark.slow),
+        pytest.param(R2D2, 8, 2, marks=pytest.mark.slow),
+        pytest.param(D4PG, 1, 8, marks=pytest.mark.slow),
         pytest.param(D4PG, 8, 2, marks=pytest.mark.slow),
     ],
     ids=name_of,
@@ -280,8 +282,12 @@ def test_a_divergence_leaves_the_checkpoint_before_it(tmp_path):
         (REPLAY, 1, (1, 2)),
         pytest.param({}, 0, (1, 2), marks=pytest.mark.slow),
         pytest.param(REPLAY, 1, (1, 2, 3, 4), marks=pytest.mark.slow),
+        pytest.param(R2D2, 1, (1, 2, 3, 4), marks=pytest.mark.slow),
+        pytest.param(
+            {**D4PG, "env_kwargs": {"continuous": True}}, 1, (1, 2), marks=pytest.mark.slow
+        ),
     ],
-    ids=["dqn", "ppo", "dqn_on_more_learners"],
+    ids=["dqn", "ppo", "dqn_on_more_learners", "r2d2_on_more_learners", "d4pg"],
 )
 def test_sebulba_resumes_its_learner(changes, begin, learners, tmp_path, monkeypatch, capsys):
     """Two learner devices learn until the run stops, and ``learners`` then; ``begin`` is the number
@@ -290,13 +296,8 @@ def test_sebulba_resumes_its_learner(changes, begin, learners, tmp_path, monkeyp
     monkeypatch.setattr(HangLimits, "add_update", lambda limits, seconds: measured.append(seconds))
 
     def run_on(learners):
-        return resumable(
-            **changes,
-            env="dummy:counting",
-            cpu_devices=8,
-            sebulba__actor_devices=(0,),
-            sebulba__learner_devices=learners,
-        )
+        devices = {"sebulba__actor_devices": (0,), "sebulba__learner_devices": learners}
+        return resumable(**{**changes, "env": "dummy:counting", "cpu_devices": 8, **devices})
 
     Stops(monkeypatch, 3)
     with pytest.raises(errors.PreemptedError):

@@ -50,14 +50,15 @@ REPLAY = (
 
 # R2D2's replay holds memories as well; D4PG has two optimizers, and targets that move a little.
 AGENTS = {
-    "dqn": (),
+    "ppo": (),
+    "dqn": REPLAY,
     "r2d2": (
-        "--config.network.core=lstm", "--config.network.hidden=(16,)",
+        *REPLAY, "--config.network.core=lstm", "--config.network.hidden=(16,)",
         "--config.network.core_size=16", "--config.r2d2.burn_in=16", "--config.r2d2.trace=128",
         "--config.replay.batch=8",
     ),
     "d4pg": (
-        "--config.env=gymnax:Pendulum-v1", "--config.d4pg.policy_hidden=(16,)",
+        *REPLAY, "--config.env=gymnax:Pendulum-v1", "--config.d4pg.policy_hidden=(16,)",
         "--config.d4pg.critic_hidden=(16,)",
     ),
 }  # fmt: skip
@@ -130,10 +131,10 @@ def test_two_runs_in_one_workdir(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("agent", "times"), [("dqn", 10), ("r2d2", 4), ("d4pg", 4)])
+@pytest.mark.parametrize(("agent", "times"), [("ppo", 4), ("dqn", 10), ("r2d2", 4), ("d4pg", 4)])
 def test_kills_change_nothing(agent, times, tmp_path):
-    """``kill -9`` at random moments, each time resumed by the same command, with a replay."""
-    changes = [f"--config.agent={agent}", *REPLAY, *AGENTS[agent]]
+    """``kill -9`` at random moments, each time resumed by the same command."""
+    changes = [f"--config.agent={agent}", *AGENTS[agent]]
     whole_run = command(tmp_path / "whole", *changes)
     subprocess.run(whole_run, cwd=ROOT, check=True, capture_output=True)
     rng = np.random.default_rng(0)

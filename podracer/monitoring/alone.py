@@ -4,7 +4,6 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from podracer.config import Config
 from podracer.config.members import Point
 
 # Flags of a sweep's command that do not belong to one of its points.
@@ -13,7 +12,7 @@ _OF_THE_SWEEP = (
 )  # fmt: skip
 
 
-def command_alone(content: Mapping[str, Any], config: Config, point: Point, workdir: str) -> str:
+def command_alone(content: Mapping[str, Any], point: Point, workdir: str) -> str:
     """The command, made from the sweep's own, in a workdir of its own.
 
     It is empty where that of the sweep does not suffice: it was started from Python, its config
@@ -21,15 +20,14 @@ def command_alone(content: Mapping[str, Any], config: Config, point: Point, work
 
     Args:
       content: the run's ``config.json``.
-      config: the config in it.
       point: a point of the sweep.
       workdir: the run's folder.
     """
-    flags = list(_flags(content.get("command", ())[3:]))
+    config, flags = content["config"], list(_flags(content.get("command", ())[3:]))
     given = {name for name, _ in flags}
     needed = {f"config.sweep.{name}" for name in point.settings}
-    needed |= {"config.population"} if config.population else set()
-    if config.selection.every or not needed <= given:
+    needed |= {"config.population"} if config.get("population") else set()
+    if config.get("selection", {}).get("every") or not needed <= given:
         return ""
     left_out = {*_OF_THE_SWEEP, *needed, *(f"config.{name}" for name in point.settings)}
     kept = [argument for name, text in flags if name not in left_out for argument in text]

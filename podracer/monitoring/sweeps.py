@@ -194,7 +194,7 @@ def plot_sweep(
     console = Console(highlight=False)
     console.print(tabulate(histories, metric))
     best = max(histories, key=lambda x: x.value[-1]).point
-    alone = command_alone(content, config_lib.parse(content["config"]), best, os.fspath(workdir))
+    alone = command_alone(content, best, os.fspath(workdir))
     flags = f", trained alone by\n{alone}" if alone else f", {best.text}"
     for line in (f"the best: {best.name}{flags}", f"written: {' and '.join(paths)}"):
         console.print(line, markup=False, soft_wrap=True)

@@ -133,8 +133,8 @@ def test_the_command_of_a_point_trains_it_alone(flags):
     command = ["python", "-m", "podracer.anakin", "--config", "cartpole", "--workdir", "runs/x"]
     command += ["--config.total_steps=4096", *flags, "--quiet"]
     config, _ = parse(command)
-    content, point = {"command": command}, config.points[1]
-    found, workdir = parse(shlex.split(alone.command_alone(content, config, point, "runs/x")))
+    content, point = {"config": dataclasses.asdict(config), "command": command}, config.points[1]
+    found, workdir = parse(shlex.split(alone.command_alone(content, point, "runs/x")))
     assert workdir == f"runs/x-{point.members[0].name}"
     assert found.total_steps == 4096
     assert [x.seed for x in found.members] == [x.seed for x in point.members]
@@ -144,8 +144,9 @@ def test_the_command_of_a_point_trains_it_alone(flags):
 def test_a_command_that_lacks_a_part_of_the_sweep_is_not_that_of_a_point():
     command = ["python", "-m", "podracer.anakin", "--config=cartpole"]
     config, _ = parse([*command, "--config.sweep.ppo.gae_lambda=[0.9,0.95]"])
-    for content in ({}, {"command": []}, {"command": command}):
-        assert alone.command_alone(content, config, config.points[0], "runs/x") == ""
+    for recorded in ({}, {"command": []}, {"command": command}):
+        content = {"config": dataclasses.asdict(config), **recorded}
+        assert alone.command_alone(content, config.points[0], "runs/x") == ""
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ def start_group(folder, number: int) -> subprocess.Popen:
 
 
 def wait_for_average(folder, number: int, runs: int) -> None:
-    """Waits until a new row of a run says that so many runs took part."""
+    """Waits for a new row of a run whose average was over this number of runs."""
     workdir = folder / str(number)
     before = len(rows_of(workdir))
     while all(row["averaging/runs"] != runs for row in rows_of(workdir)[before:]):

@@ -27,7 +27,7 @@ def override(config: Any, args: argparse.Namespace, *keys: str) -> None:
             config[key] = getattr(args, key)
 
 
-def versions(*packages: str) -> dict[str, str]:
-    """The installed versions of packages, "podracer" among them."""
+def versions(*packages: str) -> dict[str, str | None]:
+    """The versions of packages; None for one that is not installed, as podracer on PYTHONPATH."""
     installed = workdir.versions()
-    return {name: installed[name] for name in packages}
+    return {name: installed.get(name) for name in packages}

@@ -93,10 +93,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("path", type=pathlib.Path, help="folder of a clone of PureJaxRL")
     parser.add_argument("--rounds", type=int, default=3, help="default: 3")
+    parser.add_argument(
+        "--num_envs", type=int, help="leave out rows with other numbers of environments"
+    )
     args = parser.parse_args(argv)
     print("| environment | environments x steps | podracer | PureJaxRL | ratio |")
     print("|---|---|---|---|---|", flush=True)
-    for size in SIZES:
+    for size in (x for x in SIZES if args.num_envs in (None, x.num_envs)):
         rounds = [
             [measure_alone(program, args.path, size) for program in (podracers, purejaxrls)]
             for _ in range(args.rounds)

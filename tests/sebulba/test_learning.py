@@ -227,8 +227,19 @@ FREE = {
 }
 
 
-@pytest.mark.parametrize("agent", ["vtrace", pytest.param("dqn", marks=pytest.mark.slow)])
-def test_running_free_takes_the_newest_weights_and_logs_their_lag(agent, monkeypatch):
+R2D2 = {"agent": "r2d2", "network__core": "lstm", "r2d2__burn_in": 4, "r2d2__trace": 8}
+D4PG = {"agent": "d4pg", "env_kwargs": {"continuous": True}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"agent": "vtrace"},
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ({"agent": "dqn"}, R2D2, D4PG)),
+    ],
+    ids=lambda changes: changes["agent"],
+)
+def test_running_free_takes_the_newest_weights_and_logs_their_lag(changes, monkeypatch):
     taken, get = collections.defaultdict(list), ParameterServer.get
 
     def spy(self, device, version):
@@ -239,7 +250,7 @@ def test_running_free_takes_the_newest_weights_and_logs_their_lag(agent, monkeyp
         return chosen, weights
 
     monkeypatch.setattr(ParameterServer, "get", spy)
-    result = train(sebulba_config(**{**FREE, "agent": agent}))
+    result = train(sebulba_config(**{**FREE, **changes}))
     assert len(taken) == 3
     lags = np.arange(30) - np.array(list(taken.values()))
     # One trajectory waits in the queue, and another one for room in it.

@@ -8,7 +8,8 @@ The width of the network matters most: on Asterix, the greedy return after 10 M 
 12 with two layers of 64 units and a learning rate of 5e-3 (PureJaxRL's settings), 17 with 128 and
 2e-3, and 34 with 256 and 2e-3.
 
-Result: see docs/results.md. Hardware: one core of an AMD EPYC, about 8 minutes.
+Result: see docs/results.md. Hardware: one core of an AMD EPYC beside other programs, 8 to 22
+minutes.
 """
 
 import ml_collections

@@ -5,8 +5,8 @@
 
 Result: final, greedy evaluations of -161 to -252 over 16 episodes with the seeds 0 to 4, -198 on
 average; from the three numbers of the state, D4PG reaches -148 (configs/pendulum_d4pg.py).
-Hardware: one core of an AMD EPYC beside another training, 3 to 5 minutes. Gymnasium needs 5 ms to
-draw one image.
+Hardware: one core of an AMD EPYC beside another training, 3 minutes (seed 0: two cores, 5 minutes).
+Gymnasium needs 5 ms to draw one image.
 """
 
 import ml_collections

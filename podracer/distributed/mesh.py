@@ -6,12 +6,13 @@ and gradients are averaged over them by ``all_mean``. There is one group, unless
 learn in one program: then each group has agents of its own. Or groups train one agent
 independently, and average its weights at intervals: see ``learning.averaging``.
 
-Reproducibility: that the same command gives the same weights, bit for bit, was measured on CPUs
-only. On GPUs, XLA chooses kernels by timing them, and some kernels add in an order that varies from
-run to run, such as scatter, which the gradients of indexing and of max-pooling become. The
-environment variable ``XLA_FLAGS=--xla_gpu_deterministic_ops=true`` is XLA's guarantee of run-to-run
-determinism: kernels are chosen without timing, and only deterministic ones, which is slower. Even
-so, results differ between GPU models and between versions of JAX and CUDA.
+Reproducibility: that the same command gives the same weights, bit for bit, is tested on CPUs
+only; a few runs on one GPU were equal, too (docs/accelerators.md). On GPUs, XLA chooses kernels by
+timing them, and some kernels add in an order that varies from run to run, such as scatter, which
+the gradients of indexing and of max-pooling become. The environment variable
+``XLA_FLAGS=--xla_gpu_deterministic_ops=true`` is XLA's guarantee of run-to-run determinism: kernels
+are chosen without timing, and only deterministic ones, which is slower. Even so, results differ
+between GPU models and between versions of JAX and CUDA.
 """
 
 import contextlib

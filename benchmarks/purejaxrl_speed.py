@@ -94,7 +94,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("path", type=pathlib.Path, help="folder of a clone of PureJaxRL")
     parser.add_argument("--rounds", type=int, default=3, help="default: 3")
     parser.add_argument(
-        "--num_envs", type=int, help="leave out rows with other numbers of environments"
+        "--num_envs",
+        type=int,
+        choices=sorted({x.num_envs for x in SIZES}),
+        help="leave out rows with other numbers of environments",
     )
     args = parser.parse_args(argv)
     print("| environment | environments x steps | podracer | PureJaxRL | ratio |")

@@ -364,14 +364,17 @@ def test_agents_of_different_groups_exchange_no_gradients_and_turns_need_less_me
 
 @needs_libtpu
 @pytest.mark.slow
-def test_a_replay_is_counted_on_each_core(libtpu):
+@pytest.mark.parametrize(
+    ("name", "observed"), [("cartpole_dqn.py", 4), ("cartpole_r2d2.py", 2), ("pendulum_d4pg.py", 3)]
+)
+def test_a_replay_is_counted_on_each_core(libtpu, name, observed):
     sizes = {"num_envs": 64, "replay.capacity": 2**20, "updates_per_call": 2}
-    config = config_of("cartpole_dqn.py", **sizes)
+    config = config_of(name, **sizes)
     env = architectures.ANAKIN.make_env(config)
     plan = estimate.make_plan(config, architectures.ANAKIN, env, chips.get_slice("v5e:2x2"))
     memory = plan.programs[0].memory
-    # Of a step: four floats, reward, discount, action, whether it is the first, and a priority.
-    assert memory.replay >= 2**18 * (16 + 4 + 4 + 4 + 1)
+    # Of a step: floats, reward, discount, action, and whether it is the first.
+    assert memory.replay >= 2**18 * (4 * observed + 4 + 4 + 4 + 1)
     assert memory.replay <= memory.arguments < 8 * memory.replay
     # The new one is written over the old one.
     assert memory.aliased > memory.replay

@@ -161,7 +161,6 @@ SETS: dict[str, list[Task]] = {
             "HalfCheetah",
             "halfcheetah_d4pg",
             "sebulba",
-            seeds=3,
             references=(zoo(9656, "TD3"),),
             top=True,
         ),

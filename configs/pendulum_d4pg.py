@@ -18,7 +18,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.total_steps = 20_000
     config.num_envs = 4
     config.unroll_length = 1
-    # With 0.99, one of 16 seeds ends below -155 (docs/d4pg.md).
+    # With 0.99, two of 16 seeds end below -155 (docs/d4pg.md).
     config.discount = 0.97
     config.learning_rate = 1e-3
     config.anneal = False

@@ -158,11 +158,7 @@ SETS: dict[str, list[Task]] = {
     "d4pg": [
         Task("Pendulum from images", "pendulum_pixels_d4pg", "sebulba", top=True),
         Task(
-            "HalfCheetah",
-            "halfcheetah_d4pg",
-            "sebulba",
-            references=(zoo(9656, "TD3"),),
-            top=True,
+            "HalfCheetah", "halfcheetah_d4pg", "sebulba", references=(zoo(9656, "TD3"),), top=True
         ),
     ],
     "search": [

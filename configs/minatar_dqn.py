@@ -6,7 +6,7 @@
 
 Result: mean final, greedy evaluations with seeds 0 to 4 of 21.9 on Breakout, 33.1 on Asterix, 60.9
 on Freeway and 96 on SpaceInvaders (23 to 152). Hardware: one core of an AMD EPYC, beside other
-programs, 111 to 138 seconds each.
+programs, 111 to 138 seconds on average.
 """
 
 import ml_collections

@@ -17,7 +17,7 @@ class Batch(struct.PyTreeNode):
     Attributes:
       observation: ``[2, items, ...]``, of the value to learn and of the one to bootstrap from.
       action: the action taken.
-      target: the n-step return.
+      target: the n-step return, which is not valid where a draw found no item.
       importance: the items' weights.
     """
 
@@ -51,6 +51,7 @@ def make_item(settings: Settings, devices: Devices, n_step: int) -> Item:
         timestep = timestep.replace(reward=normalization.normalize_reward(stats, timestep.reward))
         target = returns.n_step(timestep, n_step, settings.discount)
         target = jax.tree.map(lambda x: x[0], target)
+        target = target._replace(valid=target.valid * (window.importance > 0))
         observation = window.observe(jnp.stack([jnp.zeros_like(target.steps), target.steps]))
         observation = normalization.normalize_observation(stats, observation)
         return Batch(observation, window.action[0], target, window.importance)

@@ -190,7 +190,8 @@ class Replay(NamedTuple):
     def finish(self, state: ReplayState) -> tuple[ReplayState, dict[str, Array]]:
         """Reports how full the buffer is, see ``Source.finish``."""
         unrolls = self.ring.unrolls
-        return state, {"replay/fill": jnp.minimum(_mean_count(state), unrolls) / unrolls}
+        added = state.ring.count.mean()
+        return state, {"replay/fill": jnp.minimum(added, unrolls) / unrolls}
 
     @property
     def begin(self) -> int:
@@ -200,7 +201,9 @@ class Replay(NamedTuple):
 
     def ready(self, state: ReplayState) -> Array:
         """Whether enough steps were added, see ``Source.ready``."""
-        return _mean_count(state) >= self.begin * self.num_unrolls / self.num_envs
+        # A sum of whole numbers is exact, where the compiler rounds their mean.
+        added = state.ring.count.sum(dtype=jnp.float32)
+        return added >= self.begin * self.num_unrolls * state.ring.count.size // self.num_envs
 
     def _importance(self, probability: Array) -> Array:
         """Weights of the items of a batch, of which the largest over all devices is 1."""
@@ -245,11 +248,6 @@ class Replay(NamedTuple):
             largest = jnp.maximum(self.devices.max(state.largest.max()), 1.0)
             return jnp.broadcast_to(largest, window.importance.shape)
         return self._raised(self.ring.item.initial_priority(train_state, window))
-
-
-def _mean_count(state: ReplayState) -> Array:
-    """Unrolls that were added, a mean over environments, which is the same on all devices."""
-    return state.ring.count.mean()
 
 
 def make_source(

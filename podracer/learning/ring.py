@@ -53,7 +53,7 @@ class Window(NamedTuple):
       action: ``[L+1, n, ...]``.
       extras: ``[L+1, n, ...]``.
       carry: ``[n, ...]``, the agent's carry before the unroll in which an item begins.
-      importance: ``[n]`` float32, the factors of the items' losses.
+      importance: ``[n]`` float32, the factors of the items' losses, 0 where a draw found no item.
       observe: ``(offsets [k] or [k, n]) -> observations [k, n, ...]`` at these steps of the items.
     """
 

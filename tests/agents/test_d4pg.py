@@ -90,6 +90,7 @@ def test_the_loss_is_the_paper_s_at_ends_of_all_kinds(critics, next_step):
     train_state = TrainState(weights, target, (), jnp.int32(0))
     action = jnp.asarray(rng.uniform(-1, 1, (15, 6, 2)), jnp.float32)
     importance = rng.uniform(0.5, 1, (15 - N_STEP) * 6).astype(np.float32)
+    importance[::7] = 0  # Draws that found no item.
     window = windows(stream, action, importance)
     item = transitions.make_item(settings, Devices(), N_STEP)
     read = item.read(train_state, window)
@@ -116,11 +117,12 @@ def test_the_loss_is_the_paper_s_at_ends_of_all_kinds(critics, next_step):
     errors = []
     for i, (t, b) in enumerate(np.ndindex(15 - N_STEP, 6)):
         q = (best[0, t, b] * atoms).sum()
-        policy -= valid[t, b] * q
+        learned = valid[t, b] * (importance[i] > 0)
+        policy -= learned * q
         bootstrap = round(place[t, b] / factor[t, b]) if factor[t, b] > 0 else 0
         least = min(later[:, bootstrap, b], key=lambda x: (x * atoms).sum())
         expected = project(reward[t, b], factor[t, b], least)
-        errors.append(-valid[t, b] * sum((expected * np.log(x)).sum() for x in now[:, t, b]))
+        errors.append(-learned * sum((expected * np.log(x)).sum() for x in now[:, t, b]))
         critic += importance[i] * errors[-1]
     assert 0 < valid.mean() < 1
     assert (factor[valid > 0] == 0).any()

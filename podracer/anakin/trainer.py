@@ -53,7 +53,7 @@ def train(
             lambda: compile_program(program, parsed), session, clock, program.agent
         )
         exchange = Exchange(parsed, session.processes.count)
-        return loop.run(
+        result = loop.run(
             exchange.join(state, progress.update),
             progress,
             step=exchange.wrap(compiled.step),
@@ -66,6 +66,8 @@ def train(
             make_policy=partial(builder.make_policy, parsed, program.env),
             report=partial(make_report, parsed),
         )
+        exchange.leave()
+        return result
 
 
 def prepare(config: Config, joined: Processes | None = None) -> AnakinProgram:

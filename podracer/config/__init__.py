@@ -193,6 +193,13 @@ class Config(AgentSections):
         if not self.sweep:
             return
         members_lib.check(points, members_lib.scalars(self, ("replay", self.agent)))
+        fixed = [name for name in points[0].settings if name in self.agent_config.fixed]
+        if fixed and self.selection.every:
+            raise ConfigError(
+                f"sweep.{fixed[0]} can't change during a run, as selection.every="
+                f"{self.selection.every} would have it; leave it out of the sweep, or set "
+                "selection.every to 0"
+            )
         for point in points:
             try:
                 self.alone(point.members[0])

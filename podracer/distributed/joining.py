@@ -107,6 +107,27 @@ def from_environment(address: Address, environment: Mapping[str, str]) -> Addres
     return Address(coordinator, count, index)
 
 
+def find(address: Address, hosts: HostsConfig) -> tuple[Address, Sequence[int] | None]:
+    """Completes an address from the environment and the cluster, as far as they are known.
+
+    Args:
+      address: what the user has specified.
+      hosts: the time limits.
+
+    Returns:
+      The address, and the numbers of the devices of its host that this process may use; None
+      means all of them.
+
+    Raises:
+      ConfigError: the address is malformed, or the cluster's settings can't be used.
+      TransientError: the cluster could not be reached.
+    """
+    address = from_environment(address, os.environ)
+    if address.num_processes == 1 or None not in address:
+        return address, None
+    return _detect_with_retries(address, hosts.start_timeout_s)
+
+
 def join(address: Address, hosts: HostsConfig) -> None:
     """Connects to the other processes of the run, if there are any.
 
@@ -120,12 +141,9 @@ def join(address: Address, hosts: HostsConfig) -> None:
       ConfigError: the address is malformed or incomplete, or JAX already runs.
       TransientError: the cluster or the coordinator could not be reached.
     """
-    address = from_environment(address, os.environ)
-    if jax.distributed.is_initialized() or address.num_processes == 1:
+    if jax.distributed.is_initialized():
         return
-    local_devices = None
-    if None in address:
-        address, local_devices = _detect_with_retries(address, hosts.start_timeout_s)
+    address, local_devices = find(address, hosts)
     if address == Address() or address.num_processes == 1:
         return
     flags = " ".join(f"--{name}={value}" for name, value in address._asdict().items())

@@ -10,7 +10,9 @@ from typing import Any
 from podracer.errors import ConfigError
 
 # Suites that register all of their environments, none of which uses a string as a file name.
-SAFE_SUITES = ("gymnax", "brax", "craftax", "jumanji", "navix", "pgx", "playground", "dummy")
+SAFE_SUITES = (
+    "gymnax", "brax", "craftax", "jumanji", "navix", "pgx", "playground", "grid", "dummy",
+)  # fmt: skip
 # Suites of which some environments open a file or start a program that an argument specifies, as
 # ViZDoom does with vzd_path. XLand-MiniGrid downloads and unpickles the benchmark that it is given.
 OTHER_SUITES = ("gymnasium", "envpool", "xminigrid")

@@ -61,11 +61,8 @@ def train(
     if len(parsed.members) > 1 or parsed.sweep:
         check_settings(parsed)
         return train_in_turn("sebulba", train, parsed, workdir, options)
-    with open_session("sebulba", lambda config, _: prepare(config), parsed, workdir, options) as (
-        setup,
-        session,
-        clock,
-    ):
+    opened = open_session("sebulba", lambda config, _: prepare(config), parsed, workdir, options)
+    with opened as (setup, session, clock):
         heartbeat = session.processes.show_progress
         compiled, state, progress = compile_and_restore(
             lambda: compile_programs(setup), session, clock, setup.components.agent
@@ -86,7 +83,7 @@ def train(
                 heartbeat,
                 session.stop.raising if alone else nullcontext,
             )
-            return loop.run(
+            result = loop.run(
                 state,
                 progress,
                 step=exchange.wrap(learner.step, learner.publish_again),
@@ -99,6 +96,8 @@ def train(
                 make_policy=partial(builder.make_policy, parsed, setup.env),
                 report=partial(timing.report, steps_per_update=setup.sizes.steps_per_update),
             )
+        exchange.leave()
+        return result
 
 
 class CompiledPrograms(NamedTuple):

@@ -14,6 +14,7 @@ FIXED = (
     "architecture", "env", "env_kwargs", "env_params", "observed", "agent", "seed", "num_seeds",
     "sweep", "population", "selection.every", "averaging.groups", "num_envs", "unroll_length",
     "network", "optimizer", "normalize_observations", "normalize_rewards",
+    "lpg.agents", "lpg.units", "lpg.predictions", "lpg.embedding",
 )  # fmt: skip
 
 

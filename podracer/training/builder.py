@@ -114,7 +114,7 @@ def make_policy(
       weights: the trained weights; with several agents, the first axis is that of the agents.
       last: the last row of metrics.
     """
-    agent = make_agent(config.alone(config.members[0].at(last)), env.spec)
+    agent = make_agent(config.alone(config.members[0].at(last)).of_group, env.spec)
     if len(config.members) > 1:
         weights = jax.tree.map(lambda x: x[0], jax.device_get(weights))
     return Policy(agent, weights, env, greedy=config.evaluation.greedy, seed=config.seed)

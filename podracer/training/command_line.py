@@ -246,7 +246,8 @@ def main(train: Callable[..., Any], argv: Sequence[str] | None = None) -> int:
     """
 
     def command() -> None:
-        usage, given = train.__module__.split(".")[1], sys.argv if argv is None else argv
+        usage = train.__module__.removeprefix("podracer.").removesuffix(".trainer")
+        given = sys.argv if argv is None else argv
         config, path, options = parse_config(usage, OPTIONS, given)
         options["workdir"] = options["workdir"] or f"runs/{path.stem}"
         train(config, **options, command=["python", "-m", f"podracer.{usage}", *given[1:]])

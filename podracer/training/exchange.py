@@ -2,8 +2,9 @@
 
 After every call of its step, a run writes its weights there, and continues from the average of
 these and of what the other runs have written last, see ``learning.averaging``. No run waits for
-another one: a slow run contributes less often, and one that has stopped is ignored after a while.
-When it is started again, it continues from the average of the others.
+another one: a slow run contributes less often, one that has finished no more, and one that was
+stopped is ignored after a while. When it is started again, it continues from the average of the
+others.
 """
 
 import contextlib
@@ -134,6 +135,11 @@ class Exchange:
             return state, metrics._replace(averages=averages)
 
         return averaging_step
+
+    def leave(self) -> None:
+        """Takes the weights of a run that has finished out of the others' averages."""
+        if self.on:
+            (self._folder / self._name).unlink(missing_ok=True)
 
     def _exchange(self, train: TrainState) -> tuple[TrainState, dict[str, Any]]:
         own = _shared(train)

@@ -20,6 +20,12 @@ from podracer.types import Row
 ADVICE = "a lower learning_rate or max_grad_norm, or normalize_observations, may help"
 
 
+def comparable(returns: Any) -> np.ndarray:
+    """Mean returns of agents, among which to find the best: NaN, which an environment may yield, is
+    less than all others."""
+    return np.where(np.isnan(returns), -np.inf, returns)
+
+
 class Selected(NamedTuple):
     """What a selection after a call has done, ``[agents]`` each.
 

@@ -30,6 +30,7 @@ from podracer.monitoring.formatting import mean_and_error, number
 from podracer.storage import checkpoint, upgrading
 from podracer.storage.workdir import read_config, read_rows, writer
 from podracer.training import builder
+from podracer.training import rows as rows_lib
 from podracer.types import Agent, Array, HostEnvironment, Row, Weights
 from podracer.xla_cpu import prng
 
@@ -70,7 +71,7 @@ def _make_evaluator(config: Config) -> Evaluator:
         config.cpu_devices or auto_cpu_devices(config), required=False
     )
     env = builder.make_environment(config)
-    agent = builder.make_agent(config, env.spec)
+    agent = builder.make_agent(config.of_group, env.spec)
     settings, replicated = config.evaluation, mesh_lib.REPLICATED
     local = make_evaluation(env, agent, len(devices), settings)
     play = mesh_lib.per_device(local, mesh_lib.make_mesh(devices), replicated, replicated)
@@ -121,7 +122,7 @@ class SavedRun(NamedTuple):
     update: int
 
 
-def _best_member(workdir: epath.PathLike, members: Sequence[Member], rows: Sequence[Row]) -> int:
+def best_member(workdir: epath.PathLike, members: Sequence[Member], rows: Sequence[Row]) -> int:
     """The number of the agent with the largest return in the last evaluation of these rows."""
     if len(members) == 1:
         return 0
@@ -131,7 +132,7 @@ def _best_member(workdir: epath.PathLike, members: Sequence[Member], rows: Seque
         raise ConfigError(
             f"--member=best: {workdir} has no evaluation up to these weights; give a number"
         )
-    return int(np.argmax([evaluations[-1][name] for name in names]))
+    return int(rows_lib.comparable([evaluations[-1][name] for name in names]).argmax())
 
 
 def read(
@@ -142,12 +143,17 @@ def read(
     ``weights`` is as of ``checkpoint.find``, ``member`` as of ``evaluate``.
 
     Raises:
-      ConfigError: the folder is not a run, the run has no such member or weights, or its
-        environment needs a permission that ``allow_env`` does not give.
+      ConfigError: the folder is not a run of an agent, the run has no such member or weights, or
+        its environment needs a permission that ``allow_env`` does not give.
     """
     content = read_config(workdir)
     with upgrading.explained(writer(content)):
         config = config_lib.parse(content["config"])
+    if content["architecture"] == "meta":
+        raise ConfigError(
+            f"{workdir} is a run of podracer.anakin.meta, which has learned an update rule and no "
+            "policy to play with; name a run of podracer.anakin or podracer.sebulba"
+        )
     permission.check_permission(config.env, config.env_kwargs, allow_env)
     members, update = config.members, checkpoint.find(workdir, weights)
     step = update * config.steps_per_update
@@ -155,7 +161,7 @@ def read(
     if member == "best" or config.selection.every:
         rows = [row for row in read_rows(workdir) if row["step"] <= step]
     if member == "best":
-        member = _best_member(workdir, members, rows)
+        member = best_member(workdir, members, rows)
     if str(member) not in map(str, range(len(members))):
         raise ConfigError(
             f"--member={member} must be best, or from 0 to {len(members) - 1}: the run has "
@@ -307,7 +313,7 @@ def load_policy(
     """
     run = read(workdir, member, weights, allow_env)
     env = (_make_host_environment if run.on_host else builder.make_environment)(run.config)
-    agent = builder.make_agent(run.config, env.spec)
+    agent = builder.make_agent(run.config.of_group, env.spec)
     loaded = load_weights(workdir, run, agent)
     chosen: bool = run.config.evaluation.greedy if greedy is None else greedy
     return Policy(agent, loaded, env, greedy=chosen, seed=seed)

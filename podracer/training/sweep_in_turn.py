@@ -12,6 +12,7 @@ from etils import epath
 
 from podracer.config import Config
 from podracer.config.members import Point
+from podracer.distributed import joining
 from podracer.errors import ConfigError, DivergedError
 from podracer.monitoring.curves import mean_and_interval
 from podracer.monitoring.figures import EVALUATION
@@ -20,6 +21,7 @@ from podracer.storage import workdir as workdir_lib
 from podracer.storage.workdir import Workdir
 from podracer.training.loop import Result
 from podracer.training.options import Options, RunOptions
+from podracer.training.rows import comparable
 from podracer.training.session import check_resumed
 from podracer.training.sweep_report import make_report
 from podracer.types import Row
@@ -85,7 +87,7 @@ def train_in_turn(
 
 
 def _return(result: Result) -> float:
-    return result.summary["eval_return_mean"]
+    return float(comparable(result.summary["eval_return_mean"]))
 
 
 def _mean_over_seeds(config: Config, last: Row) -> str:
@@ -99,11 +101,12 @@ def _mean_over_seeds(config: Config, last: Row) -> str:
 
 def _check(config: Config, given: Options) -> None:
     """Raises ``ConfigError`` if several processes share the command."""
-    if given.address.num_processes not in (None, 1):
+    address, _ = joining.find(given.address, config.hosts)
+    if address.num_processes not in (None, 1):
         raise ConfigError(
-            f"--num_processes={given.address.num_processes} is for one agent with environments on "
-            f"the host, and this command trains {len(config.members)} in turn; start one run for "
-            "each"
+            f"this command trains {len(config.members)} agents in turn, with environments on the "
+            f"host, and there are {address.num_processes} processes; start one process for all, or "
+            "a run for each"
         )
 
 

@@ -10,6 +10,7 @@ from podracer.config.members import Member
 from podracer.monitoring.curves import INTERVAL, mean_and_interval
 from podracer.monitoring.figures import EVALUATION
 from podracer.monitoring.formatting import mean_and_error
+from podracer.training.rows import comparable
 from podracer.types import Row
 
 # Points that are shown.
@@ -41,7 +42,8 @@ def make_report(config: Config, rows: Sequence[Row]) -> dict[str, Any]:
         for member in members
     ]
     # With Sebulba, a run that has diverged has no final evaluation.
-    returns = np.array([last.get(f"{member.name}/{EVALUATION}", -np.inf) for member in members])
+    returns = [last.get(f"{member.name}/{EVALUATION}", -np.inf) for member in members]
+    returns = comparable(returns)
     best, returns = int(returns.argmax()), returns.reshape(len(points), -1)
     complete = np.isfinite(returns).all(1)
     points = [points[i] for i in np.flatnonzero(complete)]

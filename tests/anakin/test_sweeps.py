@@ -12,7 +12,8 @@ from podracer.anakin import trainer
 from podracer.config import members
 from podracer.config.sizes import auto_cpu_devices, make_sizes
 from podracer.errors import ConfigError, DivergedError
-from podracer.training import command_line
+from podracer.training import command_line, saved_run
+from podracer.training.rows import comparable
 from podracer.training.sweep_effects import effective_settings
 from podracer.training.sweep_report import make_report
 from tests.agents.test_battery import ROWS
@@ -117,6 +118,15 @@ def test_points_are_drawn_from_lists_and_distributions():
         ({"sweep": {"discount": "normal(0,1)"}}, "LOW, HIGH.* got 'normal"),
         ({"sweep": {"discount": "uniform(1,0)"}, "population": 2}, "the smaller one first, got"),
         ({"sweep": {"epsilon": "log_uniform(0,1)"}, "population": 2}, "two positive numbers, the"),
+        (
+            {
+                "agent": "dqn",
+                "sweep": {"replay": {"priority_exponent": "uniform(0.2, 0.9)"}},
+                "population": 4,
+                "selection__every": 2,
+            },
+            "sweep.replay.priority_exponent can't change during a run, as selection.every=2",
+        ),
         ({"population": 4}, "population=4 draws points of a sweep, but sweep is empty"),
         ({"population": -1}, "population must not be negative, got -1"),
     ],
@@ -315,6 +325,18 @@ def test_the_best_settings_are_those_with_the_largest_mean_over_seeds():
     flags = "--config.learning_rate=0.25 --config.seed=0 --config.num_seeds=3"
     assert first == f"  5.000 ± 2.484  member_0 to member_2: {flags}"
     assert second.endswith("--config.num_seeds=3 (1 diverged)")
+
+
+def test_a_return_that_is_not_a_number_is_never_the_best(tmp_path, monkeypatch):
+    """An environment may yield one to an agent whose weights are finite."""
+    whole = config(sweep={"learning_rate": [0.25, 0.5, 0.75]})
+    returns = [1.0, np.nan, 2.0]
+    row = {f"member_{i}/eval/episode_return": x for i, x in enumerate(returns)}
+    report = make_report(whole, [{"step": 0, **row}])
+    assert report["best_member"] == 2
+    assert "member_1" not in report["report"]
+    assert saved_run.best_member(tmp_path, whole.members, [row]) == 2
+    assert comparable(returns).max() == 2
 
 
 def test_one_that_diverges_learns_no_more_and_the_others_go_on(tmp_path):

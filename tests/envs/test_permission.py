@@ -2,7 +2,8 @@
 
 import pytest
 
-from podracer.envs.permission import needs_permission
+from podracer import envs
+from podracer.envs.permission import OTHER_SUITES, SAFE_SUITES, needs_permission
 
 
 @pytest.mark.parametrize(
@@ -28,3 +29,7 @@ from podracer.envs.permission import needs_permission
 def test_modules_and_strings_need_permission(env_id, kwargs, reason):
     found = needs_permission(env_id, kwargs)
     assert found is None if reason is None else found.startswith(reason)
+
+
+def test_every_suite_is_known_to_be_safe_or_not():
+    assert {*SAFE_SUITES, *OTHER_SUITES} == {*envs.SUITES, *envs.HOST_SUITES}

@@ -195,6 +195,8 @@ def test_a_run_from_before_a_setting_existed_had_its_default():
     assert check(before, now) == []
     with pytest.raises(ConfigError, match=r"observed=\[\], not \[0\], which can't change"):
         check(before, {**now, "observed": (0,)})
+    with pytest.raises(ConfigError, match=r"lpg\.units=32, not 8"):
+        check(before, {**now, "lpg": {**now["lpg"], "units": 8}})
     with pytest.raises(ConfigError, match=r"replay\.batch=256, not 128"):
         check(before, {**now, "replay": {**now["replay"], "batch": 128}})
     with pytest.raises(ConfigError, match=r"dqn\.dueling=False, not True"):

@@ -14,6 +14,7 @@ import pytest
 import podracer
 from podracer import anakin, errors
 from podracer.agents import AGENTS, dqn
+from podracer.anakin import meta
 from podracer.config import Config, default_config, parse
 from podracer.config.sizes import make_sizes
 from podracer.errors import ConfigError, ExitCode
@@ -266,6 +267,19 @@ def test_an_unexpected_error_ends_in_exit_code_1_with_its_traceback(capsys):
         "ZeroDivisionError: what happened",
         "See docs/troubleshooting.md#a-crash",
     ]
+
+
+@pytest.mark.parametrize("train", [anakin.train, meta.train])
+def test_the_command_is_recorded_as_it_was_given(train):
+    found = []
+
+    def record(config, *, command, **options):
+        found.append(command)
+
+    record.__module__ = train.__module__
+    package = train.__module__.removesuffix(".trainer")
+    assert command_line.main(record, [package, f"--config={CARTPOLE}"]) == ExitCode.OK
+    assert found == [["python", "-m", package, f"--config={CARTPOLE}"]]
 
 
 def test_a_run_writes_the_documented_files(tmp_path, capsys):

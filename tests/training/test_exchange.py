@@ -161,9 +161,12 @@ def test_a_file_system_without_hard_links_is_named(tmp_path, monkeypatch):
         Run(tmp_path, 0, 0.0, 1.0)
 
 
-def test_runs_of_both_architectures_average(tmp_path):
+def test_runs_of_both_architectures_average(tmp_path, monkeypatch):
     shared = {"averaging__folder": str(tmp_path), "averaging__every": 2, "total_steps": 8 * 8 * 4}
-    first = anakin.train(make_config(env="dummy:counting", **shared), quiet=True)
+    with monkeypatch.context() as patch:
+        # As one that is still training.
+        patch.setattr(Exchange, "leave", lambda self: None)
+        first = anakin.train(make_config(env="dummy:counting", **shared), quiet=True)
     assert first.metrics[-1]["averaging/runs"] == 1
     devices = {"sebulba__actor_devices": (0,), "sebulba__learner_devices": (1,)}
     changes = {"learning_rate": 1e-30, "seed": 1, "sebulba__threads": 1, **devices}
@@ -174,6 +177,8 @@ def test_runs_of_both_architectures_average(tmp_path):
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5),
         *jax.device_get((first.weights.params, second.weights.params)),
     )
+    # What has finished counts no more.
+    assert sorted(path.name for path in tmp_path.glob("*.npz")) == ["first.npz", "seed_0.npz"]
 
 
 def start_group(folder, number: int) -> subprocess.Popen:

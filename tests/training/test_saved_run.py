@@ -114,20 +114,31 @@ def test_a_seed_is_one_set_of_episodes(left_by):
     ("train", "changes"),
     [
         (anakin.train, {"env": "gymnax:CartPole-v1", "network__core": "gru"}),
+        # Environments of a group explore at its rates.
+        (
+            anakin.train,
+            {
+                "agent": "dqn",
+                "averaging__groups": 2,
+                "evaluation__greedy": False,
+                "dqn__epsilon": 0.5,
+                "replay__begin": 200,
+            },
+        ),
         pytest.param(sebulba.train, {"env": "envpool:CartPole-v1"}, marks=pytest.mark.slow),
     ],
 )
 def test_the_run_s_own_last_evaluation_is_reproduced(train, changes, tmp_path, monkeypatch):
-    config = make_config(
-        **changes,
-        agent="vtrace",
-        num_envs=16,
-        total_steps=16 * 8 * 20,
-        seed=3,
-        normalize_observations=True,
-        cpu_devices=2,
-        learning_rate=1e-3,
-    )
+    common = {
+        "agent": "vtrace",
+        "num_envs": 16,
+        "total_steps": 16 * 8 * 20,
+        "seed": 3,
+        "normalize_observations": True,
+        "cpu_devices": 2,
+        "learning_rate": 1e-3,
+    }
+    config = make_config(**{**common, **changes})
     run = train(config, tmp_path, quiet=True)
     steps = run.summary["env_steps"]
     update = steps // (config.num_envs * config.unroll_length)
@@ -213,6 +224,14 @@ def nothing_plays(monkeypatch):
         raise AssertionError("played")
 
     monkeypatch.setattr(saved_run, "summarize", plays)
+
+
+def test_an_update_rule_has_no_policy(left_by, capsys, nothing_plays):
+    workdir, _ = left_by(make_config(env="grid:3x3"))
+    path = workdir / "config.json"
+    path.write_text(path.read_text().replace('"architecture": "anakin"', '"architecture": "meta"'))
+    assert command(f"--workdir={workdir}") == ExitCode.CONFIG
+    assert "is a run of podracer.anakin.meta" in capsys.readouterr().err
 
 
 def test_a_run_without_weights(left_by, capsys, monkeypatch, nothing_plays):

@@ -68,7 +68,7 @@ def test_one_that_diverges_does_not_end_the_others(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "options", "message"),
+    ("changes", "environment", "message"),
     [
         (
             {"selection__every": 2, "population": 4, "sweep": {"discount": "uniform(0.8, 1)"}},
@@ -77,11 +77,17 @@ def test_one_that_diverges_does_not_end_the_others(tmp_path):
         ),
         (
             {"num_seeds": 2},
-            {"num_processes": 2},
-            "--num_processes=2 is for one agent .* trains 2 in turn; start one run for each",
+            {
+                "JAX_COORDINATOR_ADDRESS": "localhost:5001",
+                "JAX_NUM_PROCESSES": "2",
+                "JAX_PROCESS_ID": "1",
+            },
+            "trains 2 agents in turn, .* and there are 2 processes; start one process for all",
         ),
     ],
 )
-def test_what_runs_in_turn_can_not_do_is_rejected(changes, options, message):
+def test_what_runs_in_turn_can_not_do_is_rejected(changes, environment, message, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=message):
-        train(sebulba_config(**SWEEP, **changes), quiet=True, **options)
+        train(sebulba_config(**SWEEP, **changes), quiet=True)

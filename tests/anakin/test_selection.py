@@ -313,12 +313,13 @@ def test_ancestors_are_found_in_the_rows():
             {**POPULATION, "sweep": {"discount": "uniform(0, 1.01)"}},
             "an end of the sweep.*must be in",
         ),
+        # What is in a replay buffer was raised to it.
         (
             {
-                **{**POPULATION, "agent": "d4pg"},
-                "sweep": {"d4pg": {"v_min": "uniform(-9, 5)", "v_max": "uniform(1, 9)"}},
+                **{**POPULATION, "agent": "dqn"},
+                "sweep": {"replay": {"priority_exponent": "uniform(0.2, 0.9)"}},
             },
-            "an end of the sweep, .*v_max=1.0 .*v_min=5.0",
+            "sweep.replay.priority_exponent can't change during a run, as selection.every=",
         ),
     ],
 )

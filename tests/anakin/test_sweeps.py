@@ -118,15 +118,6 @@ def test_points_are_drawn_from_lists_and_distributions():
         ({"sweep": {"discount": "normal(0,1)"}}, "LOW, HIGH.* got 'normal"),
         ({"sweep": {"discount": "uniform(1,0)"}, "population": 2}, "the smaller one first, got"),
         ({"sweep": {"epsilon": "log_uniform(0,1)"}, "population": 2}, "two positive numbers, the"),
-        (
-            {
-                "agent": "dqn",
-                "sweep": {"replay": {"priority_exponent": "uniform(0.2, 0.9)"}},
-                "population": 4,
-                "selection__every": 2,
-            },
-            "sweep.replay.priority_exponent can't change during a run, as selection.every=2",
-        ),
         ({"population": 4}, "population=4 draws points of a sweep, but sweep is empty"),
         ({"population": -1}, "population must not be negative, got -1"),
     ],

@@ -139,7 +139,8 @@ class Exchange:
     def leave(self) -> None:
         """Takes the weights of a run that has finished out of the others' averages."""
         if self.on:
-            (self._folder / self._name).unlink(missing_ok=True)
+            path = self._folder / self._name
+            retry.call(f"{path} can't be removed", partial(path.unlink, missing_ok=True))
 
     def _exchange(self, train: TrainState) -> tuple[TrainState, dict[str, Any]]:
         own = _shared(train)

@@ -151,8 +151,7 @@ class _Hooks:
         )
         returns = episodes.ret.mean(-1)
         # Of a sweep, the weights that are kept are those with which its best agent was best.
-        best = rows.comparable(returns).max()
-        score = float(best if self._config.sweep else returns.mean())
+        score = float(rows.comparable(returns).max() if self._config.sweep else returns.mean())
         with clock.measure("checkpoint"):
             improves = session.improves(score)
         if improves:

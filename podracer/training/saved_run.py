@@ -30,7 +30,7 @@ from podracer.monitoring.formatting import mean_and_error, number
 from podracer.storage import checkpoint, upgrading
 from podracer.storage.workdir import read_config, read_rows, writer
 from podracer.training import builder
-from podracer.training import rows as rows_lib
+from podracer.training.rows import comparable
 from podracer.types import Agent, Array, HostEnvironment, Row, Weights
 from podracer.xla_cpu import prng
 
@@ -132,7 +132,7 @@ def best_member(workdir: epath.PathLike, members: Sequence[Member], rows: Sequen
         raise ConfigError(
             f"--member=best: {workdir} has no evaluation up to these weights; give a number"
         )
-    return int(rows_lib.comparable([evaluations[-1][name] for name in names]).argmax())
+    return int(comparable([evaluations[-1][name] for name in names]).argmax())
 
 
 def read(

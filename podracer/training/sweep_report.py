@@ -42,8 +42,7 @@ def make_report(config: Config, rows: Sequence[Row]) -> dict[str, Any]:
         for member in members
     ]
     # With Sebulba, a run that has diverged has no final evaluation.
-    returns = [last.get(f"{member.name}/{EVALUATION}", -np.inf) for member in members]
-    returns = comparable(returns)
+    returns = comparable([last.get(f"{member.name}/{EVALUATION}", -np.inf) for member in members])
     best, returns = int(returns.argmax()), returns.reshape(len(points), -1)
     complete = np.isfinite(returns).all(1)
     points = [points[i] for i in np.flatnonzero(complete)]

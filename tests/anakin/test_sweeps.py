@@ -318,7 +318,7 @@ def test_the_best_settings_are_those_with_the_largest_mean_over_seeds():
     assert second.endswith("--config.num_seeds=3 (1 diverged)")
 
 
-def test_a_return_that_is_not_a_number_is_never_the_best(tmp_path, monkeypatch):
+def test_a_return_that_is_not_a_number_is_never_the_best(tmp_path):
     """An environment may yield one to an agent whose weights are finite."""
     whole = config(sweep={"learning_rate": [0.25, 0.5, 0.75]})
     returns = [1.0, np.nan, 2.0]

@@ -50,8 +50,9 @@ class Config:
       updates: updates of each agent between two steps of the rule, through which the rule's
         gradient goes.
       learning_rate: of the rule, by adam.
-      max_grad_norm: of the rule's gradient; larger ones are scaled down. The default is close to
-        its usual norm, which grows a hundredfold where updates become chaotic.
+      max_grad_norm: largest norm of an agent's share in the rule's gradient; a larger one is scaled
+        down before the mean over agents. The default is close to the usual norm, which grows a
+        hundredfold where the updates of an agent become chaotic.
       lambda_: lambda of the advantages (GAE) in the rule's objective.
       value_rate: how far the values in the rule's objective move to their targets in an update.
       policy_entropy: weight of the entropy of agents' policies in the rule's objective.

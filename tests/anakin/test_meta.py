@@ -9,7 +9,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 from podracer.anakin import meta
-from podracer.anakin.meta.program import make_objective, make_program
+from podracer.anakin.meta.program import make_gradient, make_objective, make_program
 from podracer.config import Config
 from podracer.distributed import mesh as mesh_lib
 from podracer.errors import ConfigError, PreemptedError
@@ -68,6 +68,22 @@ def test_the_gradient_of_a_rule_is_that_of_finite_differences():
     assert products[0] > 1e-3
 
 
+def test_an_agent_can_not_outweigh_the_others():
+    """The gradient is the mean of gradients that are clipped agent by agent."""
+    slopes = jnp.array([[0.1, 0.0], [300.0, 400.0], [0.0, -0.2]])
+
+    def objective(rule, slope, key):
+        return (rule * slope).sum(), key
+
+    rule, keys = jnp.ones(2), jnp.arange(3)
+    found, clipped, (values, aux) = make_gradient(objective, 0.5)(rule, slopes, keys)
+    expected = np.array([[0.1, 0.0], [0.3, 0.4], [0.0, -0.2]]).mean(0)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert clipped == pytest.approx(1 / 3)
+    np.testing.assert_allclose(values, slopes.sum(1))
+    np.testing.assert_array_equal(aux, keys)
+
+
 @pytest.mark.slow
 def test_agents_on_two_devices_learn_one_rule():
     """Also in what agents do next, and when they are replaced."""
@@ -81,7 +97,10 @@ def test_agents_on_two_devices_learn_one_rule():
     assert set(found[0][1].tolist()) == {2, 4}
     for one, two in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_allclose(one, two, rtol=1e-3, atol=1e-5)
-    assert (found[0][2].learner.losses["grad_norm"] > 0).all()
+    losses = found[0][2].learner.losses
+    assert (losses["grad_norm"] > 0).all()
+    # Some agents' gradients are clipped, those of others are not.
+    assert 0 < losses["agents/clipped"].mean() < 1
 
 
 @pytest.mark.slow

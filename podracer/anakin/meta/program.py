@@ -114,6 +114,27 @@ def make_objective(lives: Lives, rule_loss: Callable[..., Any], updates: int):
     return objective
 
 
+def make_gradient(objective: Callable[..., Any], max_norm: float) -> Callable[..., Any]:
+    """``(rule, members, keys) -> (gradient, clipped, values)`` of agents, ``[A]`` in each leaf.
+
+    The gradient is the mean over agents, each clipped by its own norm: where the updates of one
+    have become chaotic, its gradient is large and says nothing, and must not outweigh the others.
+
+    Args:
+      objective: see ``make_objective``; its values of each agent are returned.
+      max_norm: the largest norm of an agent's gradient.
+    """
+    of_each = jax.vmap(jax.value_and_grad(objective, has_aux=True), in_axes=(None, 0, 0))
+
+    def gradient(rule: ArrayTree, members: Member, keys: Array):
+        values, grads = of_each(rule, members, keys)
+        total, clipped = optax.per_example_global_norm_clip(grads, max_norm)
+        agents = len(keys)
+        return jax.tree.map(lambda x: x / agents, total), clipped / agents, values
+
+    return gradient
+
+
 def make_step(
     lives: Lives,
     rule_loss: Callable[..., Any],
@@ -124,15 +145,12 @@ def make_step(
     """``(MetaState) -> (MetaState, CallMetrics)`` as each device runs it, for its own agents."""
     settings = config.lpg
     objective = make_objective(lives, rule_loss, settings.updates)
+    gradient = make_gradient(objective, settings.max_grad_norm)
 
     def renewed(member: Member, key: Array) -> Member:
         """A new agent in place of one whose life has ended."""
         new = lives.born(jax.random.fold_in(key, BIRTH))
         return jax.tree.map(partial(jnp.where, member.age >= settings.lifetime), new, member)
-
-    def mean_objective(rule: ArrayTree, members: Member, keys: Array):
-        each, aux = jax.vmap(objective, in_axes=(None, 0, 0))(rule, members, keys)
-        return each.mean(), (each, aux)
 
     def one_step(state: MetaState, _: None) -> tuple[MetaState, tuple[Any, EpisodeSums]]:
         train = state.train
@@ -141,16 +159,17 @@ def make_step(
         keys = jax.vmap(partial(jax.random.fold_in, key))(own)
         members = jax.vmap(renewed)(state.members, keys)
         rule = train.weights.params
-        grads, (each, aux) = jax.grad(mean_objective, has_aux=True)(rule, members, keys)
+        grads, clipped, (each, aux) = gradient(rule, members, keys)
         members, losses, episodes = aux
         # Each device has as many agents, so the mean of their means is that of all.
-        one = jax.tree.map(lambda x: x[None], grads)
-        grads = jax.tree.map(lambda x: x.mean(0), mesh_lib.gather_agents(one))
+        one = jax.tree.map(lambda x: x[None], (grads, clipped))
+        grads, clipped = jax.tree.map(lambda x: x.mean(0), mesh_lib.gather_agents(one))
         updates, opt_state = optimizer.update(grads, train.opt_state, rule)
         weights = train.weights.replace(params=optax.apply_updates(rule, updates))
         train = train.replace(weights=weights, opt_state=opt_state, step=train.step + 1)
         seen = mesh_lib.gather_agents((each, losses, episodes, members.age))
-        metrics = _metrics(seen, optax.tree.norm(grads), settings.lifetime)
+        of_rule = {"grad_norm": optax.tree.norm(grads), "agents/clipped": clipped}
+        metrics = _metrics(seen, of_rule, settings.lifetime)
         return state.replace(train=train, members=members), metrics
 
     def step(state: MetaState) -> tuple[MetaState, CallMetrics]:
@@ -160,7 +179,9 @@ def make_step(
     return step
 
 
-def _metrics(seen: Any, norm: Array, lifetime: int) -> tuple[dict[str, Array], EpisodeSums]:
+def _metrics(
+    seen: Any, of_rule: dict[str, Array], lifetime: int
+) -> tuple[dict[str, Array], EpisodeSums]:
     """The metrics of a step of the rule, of what all agents have seen in it."""
     each, losses, episodes, age = seen
     late = age > (1 - LAST) * lifetime
@@ -168,7 +189,7 @@ def _metrics(seen: Any, norm: Array, lifetime: int) -> tuple[dict[str, Array], E
     means = jax.tree.map(jnp.mean, losses)
     # The agents' own gradients and losses are another thing than the rule's.
     means = {f"agents/{name}": x for name, x in means.items() if name != "validation"}
-    found = {"total": each.mean(), "grad_norm": norm, "validation": losses["validation"].mean()}
+    found = {"total": each.mean(), "validation": losses["validation"].mean(), **of_rule}
     episodes = jax.tree.map(jnp.sum, episodes)
     return {**found, **means, "agents/last_return": last}, episodes
 
@@ -200,7 +221,8 @@ def make_program(config: Config, num_devices: int, mesh: jax.sharding.Mesh) -> M
     kind = lifetimes.make_learned(config)
     agent, lives = kind.agent, kind.lives
     settings, sizes = config.lpg, make_meta_sizes(config, num_devices)
-    rates = {"learning_rate": settings.learning_rate, "max_grad_norm": settings.max_grad_norm}
+    # The gradient is clipped agent by agent, see ``make_gradient``.
+    rates = {"learning_rate": settings.learning_rate, "max_grad_norm": 0.0}
     optimizer = make_optimizer(
         dataclasses.replace(config.optimization, optimizer="adam", **rates), agent
     )

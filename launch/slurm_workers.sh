@@ -36,7 +36,7 @@ TEXT
 }
 
 if (($# == 0)) || [[ $1 == --help || $1 == -h ]]; then usage && exit 0; fi
-reject() { echo "error: $*; see --help" >&2 && exit 2; }
+reject() { echo "error: $*; see --help"$'\n''See docs/launch-workers.md#messages' >&2 && exit 2; }
 : "${SLURM_JOB_ID:?is not set: submit this script with sbatch}"
 [[ ${SLURM_HET_SIZE:-} == 2 ]] || reject "the job must have two components"
 [[ -f launch/slurm.sh ]] || reject "submit this script from the folder that contains launch/"

@@ -53,7 +53,8 @@ TEXT
 }
 
 say() { echo "tpu_vm: $*" >&2; }
-reject() { say "error: $*; see --help" && exit 2; }
+error() { say "error: $*"$'\n''See docs/launch-tpu-vm.md#messages'; }
+reject() { error "$*; see --help" && exit 2; }
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 name='' zone='' accelerator_type='' runtime_version='' source=$(dirname "$here")
@@ -174,7 +175,7 @@ try_delete() {
 delete() {
   say "deleting $name"
   if ! retry try_delete; then
-    say "error: $name COULD NOT BE DELETED and may still be billed. Run:
+    error "$name COULD NOT BE DELETED and may still be billed. Run:
   gcloud compute tpus queued-resources delete $name --force ${where[*]}"
     return 1
   fi
@@ -214,7 +215,7 @@ request() { # requests the slice; sets ours
   owner=$(retry describe 'value(tpu.nodeSpec[0].node.description)') || return 1
   [[ $owner != "$launch" ]] || return 0
   ours=false
-  [[ $owner == NOT_FOUND ]] || say "error: $name exists, but was not created by this launcher; it is \
+  [[ $owner == NOT_FOUND ]] || error "$name exists, but was not created by this launcher; it is \
 not deleted. If it is yours, run: gcloud compute tpus queued-resources delete $name --force ${where[*]}"
   return 1
 }
@@ -255,7 +256,7 @@ watch() { # returns when the command has ended (sets code) or the slice has ende
         has_run=true failures=0
         [[ -n $logs ]] || { start_logs && deadline=$((SECONDS + patience)); }
         ((SECONDS < deadline)) || gcloud storage ls "$launch/*.log" >/dev/null || {
-          say "error: no worker has written to $launch within $patience seconds; is the slice's \
+          error "no worker has written to $launch within $patience seconds; is the slice's \
 service account allowed to write there?"
           exit 1
         }
@@ -276,7 +277,7 @@ if $dry_run; then
   cat "$files/startup"
   exit
 fi
-now=$(state) || { say "error: cannot read the state of $name from Google Cloud" && exit 1; }
+now=$(state) || { error "cannot read the state of $name from Google Cloud" && exit 1; }
 [[ $now == NOT_FOUND ]] || reject "$name already exists in $zone (state $now); choose another --name, \
 or delete it: gcloud compute tpus queued-resources delete $name --force ${where[*]}"
 if [[ -n $folder ]]; then
@@ -293,9 +294,9 @@ for ((slice = 0; ; slice++)); do
   stop_logs
   case $now in
     SUSPENDED) say "$name was preempted" ;;
-    FAILED) say "error: the request for $name failed: $(describe 'value(state)' || true)" ;;
-    NOT_FOUND) ours=false && say "error: $name was deleted by somebody else" && exit 1 ;;
-    *) say "error: $name could not be created" ;;
+    FAILED) error "the request for $name failed: $(describe 'value(state)' || true)" ;;
+    NOT_FOUND) ours=false && error "$name was deleted by somebody else" && exit 1 ;;
+    *) error "$name could not be created" ;;
   esac
   # A first request fails because it is wrong or quota is missing, later ones only lack capacity.
   $has_run || [[ $now == SUSPENDED ]] || exit 1

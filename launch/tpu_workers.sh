@@ -52,7 +52,8 @@ TEXT
 }
 
 say() { echo "tpu_workers: $*" >&2; }
-reject() { say "error: $*; see --help" && exit 2; }
+error() { say "error: $*"$'\n''See docs/launch-workers.md#messages'; }
+reject() { error "$*; see --help" && exit 2; }
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 action=${1:---help}
@@ -159,7 +160,7 @@ delete() {
   for resource in "${resources[@]}"; do
     retry remove "$resource" && continue
     describe "$resource"
-    say "error: $id COULD NOT BE DELETED and may still be billed. Run:
+    error "$id COULD NOT BE DELETED and may still be billed. Run:
   gcloud ${kind[*]} delete $id ${where[*]}"
     failed=1
   done

@@ -48,6 +48,7 @@ PAGE = "docs/troubleshooting.md"
 SECTIONS = {
     "": "config",
     "__main__.py": "starting-a-run",
+    "acting/policy.py": "evaluating-and-comparing-runs",
     "acting/rendering.py": "evaluating-and-comparing-runs",
     "distributed/": "devices-and-several-hosts",
     "distributed/signals.py": "exit-codes",

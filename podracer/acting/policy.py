@@ -8,6 +8,7 @@ import numpy as np
 
 from podracer.acting.unroll import env_keys
 from podracer.envs import spaces
+from podracer.errors import ConfigError
 from podracer.types import (
     Agent,
     Array,
@@ -23,14 +24,14 @@ from podracer.types import (
 
 
 def _check_weights(agent: Agent, weights: Weights) -> None:
-    """Raises ``ValueError`` if the weights have other shapes than the agent's."""
+    """Raises ``ConfigError`` if the weights have other shapes than the agent's."""
     expected = jax.eval_shape(agent.init, jax.random.key(0))
     if jax.tree.structure(weights) != jax.tree.structure(expected):
-        raise ValueError("the weights belong to another agent or network: their structure differs")
+        raise ConfigError("the weights belong to another agent or network: their structure differs")
     pairs = zip(jax.tree.leaves_with_path(weights), jax.tree.leaves(expected), strict=True)
     for (path, x), other in pairs:
         if np.shape(x) != other.shape:
-            raise ValueError(
+            raise ConfigError(
                 f"the weights{jax.tree_util.keystr(path)} have shape {np.shape(x)}, the agent's "
                 f"{other.shape}; for a run with num_seeds > 1, pass one agent's: "
                 "jax.tree.map(lambda x: x[i], weights)"
@@ -63,10 +64,10 @@ def _is_like(x: ArrayTree, spec: ArrayTree) -> bool:
 
 
 def _observe(env: Environment | HostEnvironment, observation: ArrayTree) -> ArrayTree:
-    """An observation as agents see it; raises ``ValueError`` if it is not the environment's."""
+    """An observation as agents see it; raises ``ConfigError`` if it is not the environment's."""
     spec, seen = env.spec.observation, env.observe(observation)
     if not _is_like(seen, spec):
-        raise ValueError(
+        raise ConfigError(
             f"an observation {_describe(observation)} becomes {_describe(seen)} for the agent, "
             f"which expects {_describe(spec)}"
         )
@@ -110,7 +111,7 @@ class Policy:
           seed: seed of sampled actions.
 
         Raises:
-          ValueError: the weights are not the agent's.
+          ConfigError: the weights are not the agent's.
         """
         _check_weights(agent, weights)
         self._spec: Spec = env.spec
@@ -157,7 +158,7 @@ class Policy:
           Box.
 
         Raises:
-          ValueError: the observation has another shape or kind than the environment's.
+          ConfigError: the observation has another shape or kind than the environment's.
         """
         # Lists of numbers are arrays, too.
         observation = jax.tree.map(

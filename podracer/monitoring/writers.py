@@ -209,7 +209,7 @@ def wandb(
         # Its errors don't tell a missing permission from an unreachable service.
         if worked_before:
             raise TransientError(f"{what}; the same command may work later, or {later}") from error
-        raise ConfigError(f"{what}; run `wandb login`, or {later}") from error
+        raise ConfigError(f"{what}; run wandb login, or {later}") from error
     id_file.write_text(run_id + "\n", encoding="utf-8")
 
     def write(row: Row) -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from podracer import errors
 
-PAGE = (pathlib.Path(__file__).parents[2] / errors.PAGE).read_text()
+ROOT = pathlib.Path(__file__).parents[2]
+LAUNCHERS = [x for x in sorted((ROOT / "launch").glob("*.sh")) if "reject()" in x.read_text()]
 # The functions of errors.py make errors for other files.
 FILES = sorted({*errors.PACKAGE.rglob("*.py")} - {errors.PACKAGE / "errors.py"})
 # What makes an error; ``kind`` is one of two types in distributed/joining.py.
@@ -17,8 +18,8 @@ MAKERS = {
     "unknown": ["; did you mean ", "; known: "],
     "missing_extra": [" needs packages that are not installed"],
 }
-# Shorter texts, such as ": ", are not what a message is known by.
-LEAST = 8
+# The least literal text by which a message is known, unless it has less itself.
+LEAST = 12
 
 
 def literals(node: ast.AST) -> list[str]:
@@ -48,41 +49,48 @@ def messages(path: pathlib.Path) -> dict[str, list[str]]:
                 pieces = [f"unknown {pieces[0] if pieces else ''}"]
             if name in TYPES | set(MAKERS):
                 pieces += MAKERS.get(name, [])
-                found[f"{path.name}:{node.lineno}"] = [x for x in pieces if len(x) >= LEAST]
+                found[f"{path.name}:{node.lineno}"] = [x for x in pieces if len(x) > 1]
     return found
 
 
-def sections() -> dict[str, str]:
-    """The sections of the page by their anchors, with the sections inside them."""
+def sections(page: str) -> dict[str, str]:
+    """The sections of a page by their anchors, with the sections inside them."""
     found = {}
-    headings = list(re.finditer(r"^(#+) (.*)$", PAGE, re.MULTILINE))
+    headings = list(re.finditer(r"^(#+) (.*)$", page, re.MULTILINE))
     for number, heading in enumerate(headings):
         later = (x.start() for x in headings[number + 1 :] if len(x[1]) <= len(heading[1]))
         anchor = re.sub(r"[^\w -]", "", heading[2].lower()).replace(" ", "-")
-        found[anchor] = PAGE[heading.start() : next(later, len(PAGE))]
+        found[anchor] = page[heading.start() : next(later, len(page))]
     return found
 
 
-SECTIONS = sections()
+SECTIONS = sections((ROOT / errors.PAGE).read_text())
 
 
-def known_by(section: str) -> list[str]:
-    """The longest piece of literal text of each message in a section; ``...`` stands for the parts
-    that vary."""
-    spans = (" ".join(x.split()) for x in re.findall(r"`([^`]+)`", SECTIONS[section]))
-    pieces = (
-        [x.strip("'\"") for x in re.split(r"\.{3,}", span) if " " in x.strip()] for span in spans
-    )
-    return [max(each, key=len) for each in pieces if each and len(max(each, key=len)) >= LEAST]
+def entries(section: str, page: dict[str, str] = SECTIONS) -> list[list[str]]:
+    """The literal pieces of each message in a section; ``...`` stands for the parts that vary."""
+    spans = (" ".join(x.split()) for x in re.findall(r"`([^`]+)`", page[section]))
+    pieces = ([x.strip("'\"") for x in re.split(r"\.{3,}", span)] for span in spans if " " in span)
+    return [[x for x in each if len(x) > 1] for each in pieces]
+
+
+def explains(entry: list[str], pieces: list[str]) -> bool:
+    """Whether an entry has a long part of a message, or all that it has is in the message."""
+    least = min(LEAST, len("".join(pieces)))
+    for text in entry:
+        if any(len(min(text, x, key=len)) >= least and (text in x or x in text) for x in pieces):
+            return True
+    whole = re.compile(".*".join(map(re.escape, entry)), re.DOTALL)
+    return len("".join(entry)) >= least and bool(whole.search("\0".join(pieces)))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(errors.PACKAGE)))
 def test_the_section_that_errors_name_explains_them(path):
     section = errors.section_of(path.relative_to(errors.PACKAGE).as_posix())
-    explained = known_by(section)
+    explained = entries(section)
     for line, pieces in messages(path).items():
         # An error without a text of its own passes another one on.
-        found = any(x in piece or piece in x for x in explained for piece in pieces)
+        found = any(explains(entry, pieces) for entry in explained)
         assert found or not pieces, (
             f"{line}: #{section} of {errors.PAGE} lacks this message: {'...'.join(pieces)}"
         )
@@ -101,3 +109,15 @@ def test_errors_name_the_section_of_the_file_that_makes_them():
     with pytest.raises(errors.ConfigError) as raised:
         errors.check_kwargs("x", len, {"y": 1})
     assert raised.value.__notes__ == ["See docs/troubleshooting.md#exit-codes"]
+
+
+@pytest.mark.parametrize("script", LAUNCHERS, ids=lambda script: script.name)
+def test_the_page_of_a_launcher_explains_its_errors(script):
+    text = " ".join(script.read_text().replace("\\\n", "").split())
+    (page,) = set(re.findall(r"See docs/([\w-]+\.md)#messages", text))
+    explained = entries("messages", sections((ROOT / "docs" / page).read_text()))
+    found = [x for x in re.findall(r'(?:error|reject) "([^"]+)"', text) if "$*" not in x]
+    assert found
+    for message in found:
+        pieces = [x for x in re.split(r"\$\{[^}]*\}|\$\([^)]*\)|\$\w+", message) if len(x) > 1]
+        assert any(explains(entry, pieces) for entry in explained), message

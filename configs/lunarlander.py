@@ -2,10 +2,10 @@
 
     python -m podracer.sebulba --config=configs/lunarlander.py
 
-Result: final evaluations of 252 and 257 with PPO (seeds 0 and 1); 200 counts as solved. With
-``--config.agent=vtrace``, seed 0: 196, and 255 with ``--config.learning_rate=1e-3``; with
-``--config.total_steps=4_000_000`` 208, and 241 and 201 at learning rates of 6e-4 and 1e-3.
-Hardware: one core of an AMD EPYC, 68 and 72 s with PPO; V-trace ran beside other programs.
+Result: see docs/results.md for PPO; 200 counts as solved. With ``--config.agent=vtrace``, seed 0:
+196, and 255 with ``--config.learning_rate=1e-3``; with ``--config.total_steps=4_000_000`` 208, and
+241 and 201 at learning rates of 6e-4 and 1e-3.
+Hardware: one core of an AMD EPYC; V-trace ran beside other programs.
 """
 
 import ml_collections

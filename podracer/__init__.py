@@ -3,9 +3,9 @@
 ``podracer.train("gymnax:CartPole-v1", total_steps=500_000)`` trains in one line. With a
 configuration of your own, ``podracer.anakin.train(config, workdir)`` trains in environments written
 in JAX and ``podracer.sebulba.train(config, workdir)`` in host (CPU) environments;
-``podracer.config.default_config()`` returns a configuration to start from, and
+``podracer.config.default_config()`` returns a configuration to start from,
 ``podracer.evaluate.evaluate(workdir)`` evaluates a saved run, and ``podracer.load_policy(workdir)``
-is its policy.
+returns its policy.
 """
 
 # Importing JAX takes a second, so everything that needs it is imported where it is first used.

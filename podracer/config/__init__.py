@@ -45,8 +45,8 @@ class Config(AgentSections):
     Attributes:
       env: the environment, as "suite:name" ("gymnax:CartPole-v1", "envpool:Pong-v5",
         "gymnasium:LunarLander-v3"), or as "module:Class" for a gymnax environment of your own.
-        Suites in JAX are gymnax, brax, craftax, jumanji, navix, pgx, playground and xminigrid; on
-        the host, envpool and gymnasium.
+        Suites in JAX are gymnax, brax, craftax, grid, jumanji, navix, pgx, playground and
+        xminigrid; on the host, envpool and gymnasium.
       env_kwargs: keyword arguments of the environment's constructor.
       env_params: values for fields of the environment's parameters, in suites that have them
         (gymnax, craftax, playground, xminigrid); other fields keep their defaults. Of a Brax
@@ -89,7 +89,7 @@ class Config(AgentSections):
         do not all end at once; 0 takes none.
       discount: discount factor of future rewards (gamma), in [0, 1].
       entropy_cost: weight of the entropy bonus in the loss of "ppo" and "vtrace".
-      value_cost: weight of the value loss of "ppo" and "vtrace".
+      value_cost: weight of the value loss of "ppo", "vtrace", "muzero" and "alphazero".
       normalize_observations: standardise observations by their running mean and variance.
       normalize_rewards: divide rewards by the running standard deviation of discounted returns.
       optimizer, learning_rate, anneal, warmup, batch_rule, reference_batch: see

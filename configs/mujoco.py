@@ -5,7 +5,7 @@
     python -m podracer.sebulba --config=configs/mujoco.py --config.env=envpool:Walker2d-v4
     python -m podracer.sebulba --config=configs/mujoco.py --config.env=envpool:Ant-v4
 
-Result and time: see docs/results.md. Hardware: one core of an AMD EPYC, 6 to 10 minutes.
+Result: see docs/results.md. Hardware: one core of an AMD EPYC, 6 to 10 minutes.
 """
 
 import ml_collections

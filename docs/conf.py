@@ -53,6 +53,7 @@ NAVIGATION = {
     ],
     "Batch jobs and clouds": [
         "docs/guides/batch-jobs",
+        "docs/guides/plan",
         "docs/launch-slurm",
         "docs/launch-gke",
         "docs/launch-tpu-vm",

@@ -98,11 +98,14 @@ def print_plan(plan: Plan, console: Console) -> None:
             f"{uncounted} instructions are in loops whose trip count depends on data; they are "
             "counted for one iteration."
         )
+    expected = "the compiler's estimate of cycles is no time, as this chip's clock is not published"
+    if plan.compiler_steps_per_second is not None:
+        speed = metric(plan.compiler_steps_per_second)
+        expected = f"about {speed} steps/s by the compiler's estimate of cycles"
     console.print(
         f"ESTIMATE: at most {_known(metric, plan.roofline_steps_per_second)} steps/s by the "
-        "published peaks (roofline); about "
-        f"{_known(metric, plan.compiler_steps_per_second)} steps/s by the compiler's estimate of "
-        f"cycles{', of all agents together' * (plan.num_agents > 1)}.\n"
+        f"published peaks (roofline); {expected}"
+        f"{', of all agents together' * (plan.num_agents > 1)}.\n"
         f"{_whole_run(plan)}\n"
         f"Not included: {'; '.join(plan.not_included)}.",
         highlight=False,

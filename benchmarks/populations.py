@@ -1,6 +1,7 @@
 """Population-based training beside random sweeps of equal cost, for docs/sweeps.md.
 
     python benchmarks/populations.py pendulum breakout --jobs=2
+    python benchmarks/populations.py pendulum_wide breakout_wide --jobs=2 --repetitions=10
 
 The runs of a repetition have the same seed, the same random points and as many steps: one keeps the
 settings of its agents, the others select. Of each, the agent that was best in the run's final
@@ -30,7 +31,7 @@ LINES = results_lines.ROOT / "docs" / "populations.jsonl"
 FOLDER = results_lines.ROOT / "runs" / "populations"
 # Of the evaluation of the agent that was chosen, whose seed is one that no run has.
 EPISODES, SEED = 1024, 1_000_000
-FIXED, COPIED = "random sweep", "population-based training"
+FIXED, COPIED, EVOLVED = "random sweep", "population-based training", "evolution strategy"
 
 
 class Comparison(NamedTuple):
@@ -47,21 +48,26 @@ class Comparison(NamedTuple):
     kinds: dict[str, tuple[str, ...]]
 
 
-MINATAR = (
-    "total_steps=500_000",
-    "network.hidden=(64,64)",
-    "population=8",
+PENDULUM = ("total_steps=150_000", "population=16")
+MINATAR = ("total_steps=500_000", "network.hidden=(64,64)", "population=8")
+# What a user sweeps who has trained in this kind of environment before, and one who knows nothing.
+NARROW = (
+    *MINATAR,
     "sweep.learning_rate=log_uniform(1e-4,1e-2)",
     "sweep.discount=uniform(0.95,0.999)",
     "sweep.entropy_cost=log_uniform(1e-4,1e-1)",
     "sweep.ppo.gae_lambda=uniform(0.8,1)",
 )
+WIDE = (
+    "sweep.learning_rate=log_uniform(1e-5,1e-1)",
+    "sweep.discount=uniform(0.5,1)",
+    "sweep.ppo.gae_lambda=uniform(0,1)",
+)
 COMPARISONS = {
     "pendulum": Comparison(
         config="pendulum",
         changes=(
-            "total_steps=150_000",
-            "population=16",
+            *PENDULUM,
             "sweep.learning_rate=log_uniform(1e-5,1e-2)",
             "sweep.discount=uniform(0.9,0.999)",
             "sweep.ppo.gae_lambda=uniform(0.8,1)",
@@ -70,17 +76,31 @@ COMPARISONS = {
         kinds={
             FIXED: (),
             COPIED: ("selection.every=3",),
-            "evolution strategy": ("selection.every=3", "selection.rule=evolution"),
+            EVOLVED: ("selection.every=3", "selection.rule=evolution"),
         },
     ),
     "breakout": Comparison(
-        config="minatar", changes=MINATAR, kinds={FIXED: (), COPIED: ("selection.every=4",)}
+        config="minatar", changes=NARROW, kinds={FIXED: (), COPIED: ("selection.every=4",)}
     ),
     # Rates are not annealed, so that the settings of the random sweep are fixed ones.
     "space_invaders": Comparison(
         config="minatar",
-        changes=("env=gymnax:SpaceInvaders-MinAtar", "anneal=False", *MINATAR),
+        changes=("env=gymnax:SpaceInvaders-MinAtar", "anneal=False", *NARROW),
         kinds={FIXED: (), COPIED: ("selection.every=10",)},
+    ),
+    "pendulum_wide": Comparison(
+        config="pendulum",
+        changes=(*PENDULUM, *WIDE, "sweep.ppo.clip=uniform(0.05,0.5)"),
+        kinds={
+            FIXED: (),
+            COPIED: ("selection.every=6",),
+            EVOLVED: ("selection.every=6", "selection.rule=evolution"),
+        },
+    ),
+    "breakout_wide": Comparison(
+        config="minatar",
+        changes=(*MINATAR, *WIDE, "sweep.entropy_cost=log_uniform(1e-4,1)"),
+        kinds={FIXED: (), COPIED: ("selection.every=8",)},
     ),
 }
 

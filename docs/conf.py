@@ -86,7 +86,7 @@ autodoc_class_signature = "separated"
 napoleon_use_ivar = True
 napoleon_custom_sections = [("Attributes", "params_style")]
 
-# Anchors of GitHub's pages are made by its scripts. OWNER is replaced when the project is published.
+# Anchors of GitHub's pages are made by scripts. OWNER is replaced when the project is published.
 linkcheck_anchors = False
 linkcheck_ignore = [r"https://([\w.-]+/)+OWNER/"]
 

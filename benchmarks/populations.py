@@ -5,7 +5,9 @@
 
 The runs of a repetition have the same seed, the same random points and as many steps: one keeps the
 settings of its agents, the others select. Of each, the agent that was best in the run's final
-evaluation plays new episodes, whose mean return is compared. A line for each run is appended to
+evaluation plays new episodes, whose mean return is compared. Policies sample their actions in both,
+because a greedy one plays the same one or two episodes again and again in some of these games, so
+that its return would be that of a single sample. A line for each run is appended to
 docs/populations.jsonl, and what has a line is not run again. At the end, a table of all lines is
 printed.
 """
@@ -108,7 +110,8 @@ COMPARISONS = {
 def make_command(name: str, kind: str, repetition: int) -> list[str]:
     """The arguments after ``python`` of a run, without its workdir."""
     comparison = COMPARISONS[name]
-    changes = (*comparison.changes, *comparison.kinds[kind], f"seed={repetition}")
+    common = ("evaluation.greedy=False", f"seed={repetition}")
+    changes = (*comparison.changes, *comparison.kinds[kind], *common)
     config = f"--config=configs/{comparison.config}.py"
     return ["-m", "podracer.anakin", config, *(f"--config.{x}" for x in changes)]
 

@@ -6,6 +6,7 @@ import runpy
 
 import pytest
 
+import podracer
 from podracer import config as config_lib
 from podracer import envs
 from podracer.anakin import trainer
@@ -117,3 +118,11 @@ def test_the_corridor_example(tmp_path, monkeypatch, capsys):
 def test_the_page_of_settings_is_made_from_the_dataclasses():
     made = runpy.run_path(str(ROOT / "docs" / "settings_lists.py"))
     assert made["page"]() == made["PAGE"].read_text()
+
+
+@pytest.mark.parametrize("public", podracer.__all__)
+def test_all_that_is_public_is_promised_and_on_the_page_of_the_api(public):
+    api, releases = ((ROOT / "docs" / page).read_text() for page in ("api.md", "releases.md"))
+    assert re.search(rf"auto\w+:: podracer\.{public}\b", api)
+    (promise,) = re.findall(r"^\| \*\*Python\*\*: .*$", releases, re.MULTILINE)
+    assert re.search(rf"`(podracer\.)?{public}`", promise)

@@ -102,10 +102,10 @@ def print_plan(plan: Plan, console: Console) -> None:
     if plan.compiler_steps_per_second is not None:
         speed = metric(plan.compiler_steps_per_second)
         expected = f"about {speed} steps/s by the compiler's estimate of cycles"
+    whose = " of all agents together" * (plan.num_agents > 1)
     console.print(
-        f"ESTIMATE: at most {_known(metric, plan.roofline_steps_per_second)} steps/s by the "
-        f"published peaks (roofline); {expected}"
-        f"{', of all agents together' * (plan.num_agents > 1)}.\n"
+        f"ESTIMATE{whose}: at most {_known(metric, plan.roofline_steps_per_second)} steps/s by the "
+        f"published peaks (roofline); {expected}.\n"
         f"{_whole_run(plan)}\n"
         f"Not included: {'; '.join(plan.not_included)}.",
         highlight=False,

@@ -247,10 +247,13 @@ def test_printed_plans(capsys):
     assert rows["time per update, roofline"] == "56.9 μs"
     assert rows["time per update, compiler"] == "-"
     assert "3 instructions are in loops" in text
-    assert "at most 9.22 G steps/s" in text
+    assert "ESTIMATE: at most 9.22 G steps/s" in text
+    assert "this chip's clock is not published." in text
     assert "The run: 1,048,576 steps, 2 updates, about 114 μs at this speed." in text
     slow = dataclasses.replace(plan, compiler_steps_per_second=1e4)
-    assert "about 0:01:45 at" in printed(table.print_plan, slow, capsys)
+    text = printed(table.print_plan, slow, capsys)
+    assert "about 10.0 k steps/s by the compiler's estimate of cycles." in text
+    assert "about 0:01:45 at" in text
     assert (
         "TOO LARGE: the program step needs 80.0 GiB, 64.0 GiB more than the 16.0 GiB of a core; "
         "num_envs=512 would fit" in printed(table.print_plan, no_fit, capsys)
@@ -267,7 +270,7 @@ def test_printed_plans(capsys):
         "anakin: 64 agents, 8 on each of 8 groups of 2 cores, 4 at a time; for each agent: 4,096 "
         "environments (256 per learner core)" in text
     )
-    assert "estimate of cycles, of all agents together." in text
+    assert "ESTIMATE of all agents together: at most 9.22 G steps/s" in text
 
     text = printed(table.print_scaling, [plan, no_fit], capsys)
     (line, too_large) = (line for line in text.splitlines() if line.startswith("│ 4 x"))

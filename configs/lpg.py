@@ -2,8 +2,8 @@
 
     python -m podracer.anakin.meta --config=configs/lpg.py
 
-Result: the mean return of agents of all ages rises from 0.42 to 0.61 in the first five steps of the
-rule, with the seeds 0 to 4, to 1.74 to 1.99 in the last fifty. Agents that live by the learned rule
+Result: the mean return of agents of all ages is 0.42 to 0.61 in the first five steps of the rule,
+with the seeds 0 to 4, and 1.74 to 1.99 in the last fifty. Agents that live by the learned rule
 in 64 worlds that it was not learned in end at 2.09, 2.27, 2.21, 2.65 and 2.09.
 Hardware: one core of an AMD EPYC, beside another run; a minute.
 """

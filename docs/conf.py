@@ -87,8 +87,9 @@ napoleon_use_ivar = True
 napoleon_custom_sections = [("Attributes", "params_style")]
 
 # Anchors of GitHub's pages are made by scripts. OWNER is replaced when the project is published.
+# The other sites answer browsers only.
 linkcheck_anchors = False
-linkcheck_ignore = [r"https://([\w.-]+/)+OWNER/"]
+linkcheck_ignore = [r"https://([\w.-]+/)+OWNER/", r"https://(doi\.org|openreview\.net)/"]
 
 html_theme = "furo"
 html_static_path = html_css_files = ["site.css"]

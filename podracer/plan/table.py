@@ -98,7 +98,7 @@ def print_plan(plan: Plan, console: Console) -> None:
             f"{uncounted} instructions are in loops whose trip count depends on data; they are "
             "counted for one iteration."
         )
-    expected = "the compiler's estimate of cycles is no time, as this chip's clock is not published"
+    expected = "the compiler's cycles are no time, because this chip's clock is not published"
     if plan.compiler_steps_per_second is not None:
         speed = metric(plan.compiler_steps_per_second)
         expected = f"about {speed} steps/s by the compiler's estimate of cycles"

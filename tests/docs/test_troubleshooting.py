@@ -49,7 +49,7 @@ def messages(path: pathlib.Path) -> dict[str, list[str]]:
                 pieces = [f"unknown {pieces[0] if pieces else ''}"]
             if name in TYPES | set(MAKERS):
                 pieces += MAKERS.get(name, [])
-                found[f"{path.name}:{node.lineno}"] = [x for x in pieces if len(x) > 1]
+                found[f"{path.name}:{node.lineno}"] = [x for x in pieces if re.search(r"\w", x)]
     return found
 
 
@@ -75,13 +75,17 @@ def entries(section: str, page: dict[str, str] = SECTIONS) -> list[list[str]]:
 
 
 def explains(entry: list[str], pieces: list[str]) -> bool:
-    """Whether an entry has a long part of a message, or all that it has is in the message."""
-    least = min(LEAST, len("".join(pieces)))
+    """Whether an entry has a long part of a message, or all that it has is in the message; the
+    parts of a short message must be those of the entry."""
+    if len("".join(pieces)) < LEAST:
+        pairs = list(zip(entry, pieces, strict=False))
+        begin = all(text.strip().startswith(x.strip()) for text, x in pairs)
+        return len(entry) == len(pieces) and begin
     for text in entry:
-        if any(len(min(text, x, key=len)) >= least and (text in x or x in text) for x in pieces):
+        if any(len(min(text, x, key=len)) >= LEAST and (text in x or x in text) for x in pieces):
             return True
     whole = re.compile(".*".join(map(re.escape, entry)), re.DOTALL)
-    return len("".join(entry)) >= least and bool(whole.search("\0".join(pieces)))
+    return len("".join(entry)) >= LEAST and bool(whole.search("\0".join(pieces)))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(errors.PACKAGE)))

@@ -115,10 +115,12 @@ def make_objective(lives: Lives, rule_loss: Callable[..., Any], updates: int):
 
 
 def make_gradient(objective: Callable[..., Any], max_norm: float) -> Callable[..., Any]:
-    """``(rule, members, keys) -> (gradient, clipped, values)`` of agents, ``[A]`` in each leaf.
+    """``(rule, members, keys) -> (gradient, clipped, values)``; agents are the first axis of
+    ``members``, ``keys`` and ``values``.
 
     The gradient is the mean over agents, each clipped by its own norm: where the updates of one
     have become chaotic, its gradient is large and says nothing, and must not outweigh the others.
+    ``clipped`` is the share of agents for which this made a difference.
 
     Args:
       objective: see ``make_objective``; its values of each agent are returned.

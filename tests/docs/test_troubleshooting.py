@@ -78,9 +78,9 @@ def explains(entry: list[str], pieces: list[str]) -> bool:
     """Whether an entry has a long part of a message, or all that it has is in the message; the
     parts of a short message must be those of the entry."""
     if len("".join(pieces)) < LEAST:
-        pairs = list(zip(entry, pieces, strict=False))
-        begin = all(text.strip().startswith(x.strip()) for text, x in pairs)
-        return len(entry) == len(pieces) and begin
+        return len(entry) == len(pieces) and all(
+            text.strip().startswith(x.strip()) for text, x in zip(entry, pieces, strict=True)
+        )
     for text in entry:
         if any(len(min(text, x, key=len)) >= LEAST and (text in x or x in text) for x in pieces):
             return True

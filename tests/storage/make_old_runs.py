@@ -7,13 +7,24 @@ archive in ``old_runs``, with everything of the workdir that another version rea
 import pathlib
 import tarfile
 import tempfile
+from typing import Any
 
 import podracer
 
 FOLDER = pathlib.Path(__file__).parent / "old_runs"
+SAME = {
+    "env": "gymnax:CartPole-v1",
+    "network": {"hidden": (16,)},
+    "normalize_observations": True,
+    "cpu_devices": 1,
+    "evaluation": {"episodes": 16},
+    "checkpoint": {"keep": 1},
+}
 # One with the contents of a replay buffer and one without.
-RUNS = {
+RUNS: dict[str, dict[str, Any]] = {
     "dqn": {
+        **SAME,
+        "agent": "dqn",
         "num_envs": 16,
         "unroll_length": 8,
         "total_steps": 16 * 8 * 240,
@@ -29,6 +40,8 @@ RUNS = {
         "dqn": {"epsilon_alpha": 2.0},
     },
     "ppo": {
+        **SAME,
+        "agent": "ppo",
         "num_envs": 16,
         "unroll_length": 32,
         "total_steps": 16 * 32 * 30,
@@ -40,22 +53,12 @@ KEPT = ("config.json", "metrics.jsonl", "checkpoints")
 
 def main() -> None:
     FOLDER.mkdir(exist_ok=True)
-    for agent, settings in RUNS.items():
+    for name, settings in RUNS.items():
         with tempfile.TemporaryDirectory() as folder:
-            podracer.train(
-                "gymnax:CartPole-v1",
-                agent=agent,
-                workdir=f"{folder}/run",
-                network={"hidden": (16,)},
-                normalize_observations=True,
-                cpu_devices=1,
-                evaluation={"episodes": 16},
-                checkpoint={"keep": 1},
-                **settings,
-            )
-            with tarfile.open(FOLDER / f"{agent}.tar.gz", "w:gz") as archive:
-                for name in KEPT:
-                    archive.add(f"{folder}/run/{name}", f"run/{name}")
+            podracer.train(**settings, workdir=f"{folder}/run")
+            with tarfile.open(FOLDER / f"{name}.tar.gz", "w:gz") as archive:
+                for part in KEPT:
+                    archive.add(f"{folder}/run/{part}", f"run/{part}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 """Runs of the last minor version: they are evaluated and resumed, or an error says what to read."""
 
+import dataclasses
 import json
 import pathlib
+import re
 import shutil
 import tarfile
 
 import pytest
+from flax.traverse_util import flatten_dict
 
 import podracer
 from podracer import anakin, errors
@@ -71,6 +74,22 @@ def test_old_runs_are_small_and_of_the_last_minor_version(name, tmp_path):
     )
     # At a new major version, that of any minor version of the last one.
     assert (major, minor) in {(now, at), (now, at - 1)} or (at == 0 and major == now - 1)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_has_changed_since_old_runs_is_under_upgrading(name, tmp_path):
+    """Each setting whose default is another one now, or that no longer exists."""
+    written = read_config(unpack(name, tmp_path))
+    old = flatten_dict(written["config"], sep=".")
+    # As JSON, in which tuples are lists.
+    now = json.loads(json.dumps(dataclasses.asdict(config_lib.parse(RUNS[name]))))
+    now = flatten_dict(now, sep=".")
+    changed = {key for key, value in old.items() if key not in now or now[key] != value}
+    changelog = (FOLDER.parents[2] / "CHANGELOG.md").read_text()
+    newer = changelog.partition(f"\n## {written['versions']['podracer']} (")[0]
+    sections = re.findall(r"^### Upgrading\n(.*?)(?=^##|\Z)", newer, re.MULTILINE | re.DOTALL)
+    listed = {key for key in changed if any(f"`{key}`" in section for section in sections)}
+    assert changed == listed, "list these under Upgrading in CHANGELOG.md"
 
 
 def test_errors_about_a_run_of_another_version_say_where_its_changes_are_listed(tmp_path):

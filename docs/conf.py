@@ -60,7 +60,7 @@ NAVIGATION = {
         "docs/launch-workers",
         "docs/accelerators",
     ],
-    "Reference": ["docs/settings", "docs/api"],
+    "Reference": ["docs/settings", "docs/commands", "docs/api"],
     "Measured": ["docs/results", "benchmarks/README", "docs/comparison"],
     "Project": ["docs/design", "docs/releases", "CONTRIBUTING", "CHANGELOG"],
 }

@@ -14,6 +14,9 @@ import podracer
 from podracer.errors import ArgumentParser, ConfigError, run_command
 from podracer.training import diagnosis
 
+PARSER = ArgumentParser(prog="python -m podracer.doctor", description=__doc__)
+PARSER.add_argument("--workdir", default="runs", help="Folder that runs write to")
+PARSER.add_argument("--json", action="store_true", help="Print JSON, for a bug report")
 MARKS = {"ok": "ok", "note": "-", "warning": "!", "problem": "PROBLEM"}
 
 
@@ -31,10 +34,7 @@ def _prepare(architecture: str) -> Any:
 
 
 def _command(argv: Sequence[str] | None) -> None:
-    parser = ArgumentParser(prog="python -m podracer.doctor", description=__doc__)
-    parser.add_argument("--workdir", default="runs", help="folder that runs write to")
-    parser.add_argument("--json", action="store_true", help="print JSON, for a bug report")
-    args, config = parser.parse_known_args(argv)
+    args, config = PARSER.parse_known_args(argv)
     findings = []
     for finding in diagnosis.diagnose(args.workdir, config, _prepare):
         findings.append(finding)

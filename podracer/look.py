@@ -10,16 +10,15 @@ from collections.abc import Sequence
 from podracer.errors import ArgumentParser, run_command
 from podracer.monitoring.console import show_run
 
+PARSER = ArgumentParser(prog="python -m podracer.look", description="Shows the progress of a run.")
+PARSER.add_argument("workdir", metavar="WORKDIR", help="The folder of a run")
+PARSER.add_argument("--out", type=pathlib.Path, help="SVG file to write the dashboard to")
+PARSER.add_argument("--width", type=int, help="Width in characters; default: the terminal's")
+PARSER.add_argument("--verbose", action="store_true", help="Show all values of the newest row")
+
 
 def _command(argv: Sequence[str] | None) -> None:
-    parser = ArgumentParser(
-        prog="python -m podracer.look", description="Shows the progress of a run."
-    )
-    parser.add_argument("workdir", help="workdir of the run")
-    parser.add_argument("--out", type=pathlib.Path, help="SVG file to write the dashboard to")
-    parser.add_argument("--width", type=int, help="width in characters; default: the terminal's")
-    parser.add_argument("--verbose", action="store_true", help="show all values of the newest row")
-    show_run(**vars(parser.parse_args(argv)))
+    show_run(**vars(PARSER.parse_args(argv)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,36 +11,37 @@ from collections.abc import Sequence
 from podracer.errors import ArgumentParser, run_command
 from podracer.monitoring import figures
 
+PARSER = ArgumentParser(
+    prog="python -m podracer.plot",
+    description=__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+)
+PARSER.add_argument("runs", nargs="+", metavar="WORKDIR", help="The folder of a run")
+PARSER.add_argument("--out", default="curves", help="The figure's path, without suffix or .pdf")
+PARSER.add_argument(
+    "--metric",
+    help=f"Metric to draw; default: {figures.RETURN}, or of a sweep {figures.EVALUATION}",
+)
+PARSER.add_argument(
+    "--x", default="both", choices=figures.X, help="x axis of the figure"
+)
+PARSER.add_argument(
+    "--smooth", type=int, default=1, metavar="ROWS", help="Average each point over as many rows"
+)
+PARSER.add_argument(
+    "--label",
+    action="append",
+    default=[],
+    metavar="SETTING",
+    help="A setting to name in labels, and again for more of them; default: all that differ",
+)
+PARSER.add_argument(
+    "--sweep", action="store_true", help="Draw the agents of one sweep, and their settings"
+)
+
 
 def _command(argv: Sequence[str] | None) -> None:
-    parser = ArgumentParser(
-        prog="python -m podracer.plot",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("runs", nargs="+", metavar="WORKDIR", help="workdir of a run")
-    parser.add_argument("--out", default="curves", help="figure's path, without suffix or .pdf")
-    parser.add_argument(
-        "--metric",
-        help=f"metric to draw; default: {figures.RETURN}, or of a sweep {figures.EVALUATION}",
-    )
-    parser.add_argument(
-        "--x", default="both", choices=figures.X, help="x axis of the figure; default: both"
-    )
-    parser.add_argument(
-        "--smooth", type=int, default=1, metavar="ROWS", help="average each point over as many rows"
-    )
-    parser.add_argument(
-        "--label",
-        action="append",
-        default=[],
-        metavar="SETTING",
-        help="a setting to name in labels, and again for more of them; default: all that differ",
-    )
-    parser.add_argument(
-        "--sweep", action="store_true", help="draw the agents of one sweep, and their settings"
-    )
-    args = vars(parser.parse_args(argv))
+    args = vars(PARSER.parse_args(argv))
     plot, metric = figures.plot_runs, figures.RETURN
     if args.pop("sweep"):
         from podracer.monitoring import sweeps  # This imports JAX, which takes a second.

@@ -120,7 +120,9 @@ def _asks_for_help(argv: Sequence[str]) -> bool:
 
 
 def _print_help(usage: str, known: Mapping[str, Flag]) -> NoReturn:
-    print(f"usage: python -m podracer.{usage}\n{_define(known).get_help()}")
+    # Without absl's own flags, and without the heading of the module that defines these.
+    listed = _define(known).get_help(include_special_flags=False).partition(":\n")[2]
+    print(f"usage: python -m podracer.{usage}\n\n{listed}")
     raise SystemExit(ExitCode.OK)
 
 

@@ -115,9 +115,10 @@ def test_the_corridor_example(tmp_path, monkeypatch, capsys):
     assert "evaluation -4.00" in capsys.readouterr().out
 
 
-def test_the_page_of_settings_is_made_from_the_dataclasses():
-    made = runpy.run_path(str(ROOT / "docs" / "settings_lists.py"))
-    assert made["page"]() == made["PAGE"].read_text()
+@pytest.mark.parametrize("name", ["settings.md", "commands.md"])
+def test_a_page_of_the_reference_is_made_from_the_code(name):
+    made = runpy.run_path(str(ROOT / "docs" / "reference.py"))
+    assert made["page"](name) == (ROOT / "docs" / name).read_text()
 
 
 @pytest.mark.parametrize("public", podracer.__all__)

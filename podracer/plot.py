@@ -22,9 +22,7 @@ PARSER.add_argument(
     "--metric",
     help=f"Metric to draw; default: {figures.RETURN}, or of a sweep {figures.EVALUATION}",
 )
-PARSER.add_argument(
-    "--x", default="both", choices=figures.X, help="x axis of the figure"
-)
+PARSER.add_argument("--x", default="both", choices=figures.X, help="x axis of the figure")
 PARSER.add_argument(
     "--smooth", type=int, default=1, metavar="ROWS", help="Average each point over as many rows"
 )

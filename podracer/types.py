@@ -239,6 +239,8 @@ class HostEnvironment(NamedTuple):
         drawn.
       observe: turns one observation as the suite's own environment returns it into one as agents
         see it. Unlike ``decode_observation`` it needs no previous observation.
+      in_processes: whether each environment has a process of its own, so that a large pool needs
+        much memory.
     """
 
     spec: Spec
@@ -247,6 +249,7 @@ class HostEnvironment(NamedTuple):
     decode_observation: Callable[[ArrayTree, ArrayTree], ArrayTree]
     make_renderable: Callable[[int], RenderablePool] | None = None
     observe: Callable[[ArrayTree], ArrayTree] = lambda observation: observation
+    in_processes: bool = False
 
 
 class Devices(NamedTuple):

@@ -1,4 +1,4 @@
-"""Evaluation in host environments: one episode of each environment of a pool."""
+"""Evaluation in host environments: the same number of episodes in each environment of a pool."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -58,11 +58,17 @@ def make_host_evaluation(
     ids = np.arange(settings.episodes) if episode_ids is None else np.asarray(episode_ids)
     seeds = pool_seeds(config, config.environments + ids, 0, num_hosts=num_hosts)
     threads = config.sebulba.pool_threads or cpu_cores()
-    return HostEvaluation(env, agent, settings, lambda: env.make_pool(seeds, threads), ids)
+    # What fits into memory for training fits for an evaluation.
+    most = max(config.num_envs // num_hosts, 1) if env.in_processes else len(ids)
+    rounds = -(-len(ids) // most)
+    places = -(-len(ids) // rounds)
+    return HostEvaluation(
+        env, agent, settings, lambda: env.make_pool(seeds[:places], threads), ids, places
+    )
 
 
 class HostEvaluation:
-    """Plays one episode in each environment of a pool.
+    """Plays one episode in each environment of a pool, and again until all have been played.
 
     The pool is built when it is first needed, and kept. A pool that fails is not rebuilt: unlike
     training, an evaluation can't leave out the lost steps.
@@ -75,11 +81,14 @@ class HostEvaluation:
         config: EvaluationConfig,
         make_pool: Callable[[], Pool],
         episode_ids: np.ndarray,
+        places: int,
     ):
-        """``make_pool`` builds a pool with one environment for each of ``episode_ids``."""
+        """``make_pool`` builds a pool of ``places`` environments for ``episode_ids``, ``[N]``."""
         self._config, self._make_pool = config, make_pool
         self._pool: Pool | None = None
-        self._ids = episode_ids.astype(np.int32)
+        # The last round is filled up with episodes that do not count.
+        self._episodes, rounds = len(episode_ids), -(-len(episode_ids) // places)
+        self._rounds = np.resize(episode_ids.astype(np.int32), (rounds, places))
 
         def act(weights: Weights, state: ActorState, key: Array, count: Array):
             keys = env_keys(jax.random.fold_in(key, count), state.env_id, 1)[0]
@@ -93,7 +102,7 @@ class HostEvaluation:
             previous = state.timestep.observation
             return state.replace(timestep=host_unroll.host_arrive(env, previous, arrival))
 
-        self._expected = host_unroll.transfer_shapes(env, len(self._ids))
+        self._expected = host_unroll.transfer_shapes(env, places)
         self._start = jax.jit(partial(host_unroll.host_start, env, agent))
         self._arrive = jax.jit(arrive, donate_argnums=0)
         self._act = jax.jit(act, donate_argnums=1)
@@ -108,16 +117,28 @@ class HostEvaluation:
         """
         beat("building its pool")
         self._pool = self._pool or self._make_pool()
-        step = self._pool.reset()
+        rounds = [self._play(self._pool, weights, key, ids, beat) for ids in self._rounds]
+        return jax.tree.map(lambda *x: np.concatenate(x)[: self._episodes], *rounds)
+
+    def _play(
+        self,
+        pool: Pool,
+        weights: Weights,
+        key: Array,
+        episode_ids: np.ndarray,
+        beat: Callable[[str], None],
+    ) -> Episodes:
+        """Plays one episode in each environment."""
+        step = pool.reset()
         host_unroll.check_transfer(step.timestep, self._expected)
         device = key.device
-        state = self._start(*jax.device_put((self._ids, step.timestep), device))
-        episodes = HostEpisodes(len(self._ids))
-        played = Episodes(*episodes.running, np.zeros(len(self._ids), bool))
+        state = self._start(*jax.device_put((episode_ids, step.timestep), device))
+        episodes = HostEpisodes(len(episode_ids))
+        played = Episodes(*episodes.running, np.zeros(len(episode_ids), bool))
         for count in range(self._config.max_steps):
             state, action = self._act(weights, state, key, jax.device_put(np.int32(count), device))
             beat("stepping its pool")
-            step = self._pool.step(np.asarray(action))
+            step = pool.step(np.asarray(action))
             host_unroll.check_transfer(step.timestep, self._expected)
             total, ended = episodes.add(step)
             played = Episodes(

@@ -167,7 +167,7 @@ def record_host_episode(
     assert make_renderable is not None
     one = dataclasses.replace(config, episodes=1)
     evaluation = HostEvaluation(
-        env, agent, one, lambda: RecordedPool(make_renderable(seed), recorder), np.zeros(1)
+        env, agent, one, lambda: RecordedPool(make_renderable(seed), recorder), np.zeros(1), 1
     )
     try:
         return evaluation(weights, key, lambda _: None)

@@ -309,6 +309,7 @@ def make(
     env = spaces.host_environment(
         f"gymnasium:{name}", observation, action, pool, channels_first=channels_first
     )
+    env = env._replace(in_processes=True)
     _check_observation(name, one)
     one.close()
     if pixels:

@@ -21,6 +21,7 @@ from ml_collections import ConfigDict, config_flags
 
 from podracer.config import Config
 from podracer.distributed import processes
+from podracer.distributed.signals import SIGNALS
 from podracer.errors import ConfigError, ExitCode, PreemptedError, run_command, unknown
 from podracer.training.options import Options
 
@@ -255,7 +256,7 @@ def main(train: Callable[..., Any], argv: Sequence[str] | None = None) -> int:
         train(config, **options, command=["python", "-m", f"podracer.{usage}", *given[1:]])
 
     # This handler is in use until the loop installs its own, which saves the run first.
-    before = signal.signal(signal.SIGTERM, _end)
+    before = {number: signal.signal(number, _end) for number in SIGNALS}
     try:
         return run_command(command)
     except SystemExit:
@@ -265,7 +266,8 @@ def main(train: Callable[..., Any], argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         return ExitCode.CRASHED
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def leave(code: int) -> NoReturn:
@@ -277,15 +279,33 @@ def leave(code: int) -> NoReturn:
     if not failed_alone:
         jax.distributed.shutdown()
     if hangs or failed_alone:
-        for child in multiprocessing.active_children():
-            child.kill()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        _exit(code)
     sys.exit(code)
 
 
-def _end(*_: object) -> None:
-    raise PreemptedError(
-        "stopped by SIGTERM before the first step; the same command starts the run again"
-    )
+def _exit(code: int) -> NoReturn:
+    """Ends the process and its children at once."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _end(number: int, _: object) -> None:
+    """Ends the process: there is nothing to save. An exception would be lost if the signal arrived
+    while a library called back Python, as at the end of a garbage collection."""
+    text = "before the first step; the same command starts the run again"
+
+    def stop() -> NoReturn:
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt(text)
+        raise PreemptedError(f"stopped by SIGTERM {text}")
+
+    code = ExitCode.PREEMPTED
+    try:
+        code = run_command(stop)
+        _exit(code)
+    finally:
+        # What was interrupted may have been writing to the same stream.
+        os._exit(code)

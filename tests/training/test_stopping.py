@@ -118,6 +118,34 @@ with StopSignals() as stop:
         assert run.wait(timeout=10) == -second
 
 
+@pytest.mark.parametrize(
+    ("number", "code", "words"),
+    [
+        (signal.SIGTERM, ExitCode.PREEMPTED, "error: stopped by SIGTERM before the first step"),
+        (signal.SIGINT, ExitCode.INTERRUPTED, "interrupted before the first step"),
+    ],
+)
+def test_a_signal_before_the_first_step_is_never_lost(number, code, words):
+    """Python drops exceptions that are raised in a finalizer or a callback of a library."""
+    program = f"""
+import os, sys
+from podracer.training import command_line
+class Collected:
+    def __del__(self):
+        os.kill(os.getpid(), {number.value})
+        sum(range(1000))
+def train(config, **options):
+    Collected()
+    print("trained")
+sys.exit(command_line.main(train, ["anakin", "--config=cartpole"]))
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (run.returncode, run.stdout) == (code, "")
+    assert run.stderr.startswith(words)
+
+
 @pytest.mark.slow
 def test_two_runs_in_one_workdir(tmp_path):
     with start(tmp_path / "run", *ENDLESS) as first:

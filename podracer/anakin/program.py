@@ -235,7 +235,8 @@ def _make_functions(
         step = average_groups(step, config.averaging, sizes.updates_per_call // updates)
     if not several:
         return init, step
-    select = make_select(config.selection, members.distributions(config.sweep) if selects else {})
+    drawn_from = members.distributions(config.sweep) if selects else {}
+    select = make_select(config.selection, drawn_from, sizes.num_updates)
 
     # What the host reads is the same on every device.
     def step_all(state: AnakinState) -> tuple[AnakinState, CallMetrics]:

@@ -17,7 +17,7 @@ from podracer.types import Array
 
 
 def make_select(
-    config: SelectionConfig, distributions: Mapping[str, Distribution]
+    config: SelectionConfig, distributions: Mapping[str, Distribution], num_updates: int
 ) -> Callable[[AnakinState], tuple[AnakinState, Selected]]:
     """``(state) -> (state, selected)`` as each device runs it after a call, for the agents of its
     group.
@@ -28,6 +28,8 @@ def make_select(
     Args:
       config: how agents are selected.
       distributions: what their settings were drawn from, by dotted name.
+      num_updates: number of updates of the run. None are selected after the last one, when they
+        would be reported with returns that others have earned.
     """
 
     def mean_of_best(scores: Array, settings: dict[str, Array]) -> dict[str, Array]:
@@ -64,7 +66,8 @@ def make_select(
     def select(state: AnakinState) -> tuple[AnakinState, Selected]:
         whole = mesh_lib.gather_agents((state.scores, state.alive, state.settings))
         scores, alive, settings = whole
-        due = selection.is_due(scores, alive, state.train.step[0], config.every)
+        updates = state.train.step[0]
+        due = selection.is_due(scores, alive, updates, config.every) & (updates < num_updates)
         # One that has diverged is the worst.
         means = jnp.where(alive, scores.mean, -jnp.inf)
         parents, mean = selection.parents(means, config.share), mean_of_best(means, settings)

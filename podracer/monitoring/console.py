@@ -18,7 +18,7 @@ from rich.live import Live
 from podracer.monitoring import dashboard
 from podracer.monitoring.dashboard import View
 from podracer.storage import bucket
-from podracer.storage.workdir import SUMMARY, read_config, read_rows
+from podracer.storage.workdir import SUMMARY, read_rows, read_run
 from podracer.types import Row
 
 Level = Literal["quiet", "normal", "verbose"]
@@ -174,7 +174,7 @@ def load_view(workdir: epath.PathLike) -> View:
     Raises:
       ConfigError: there is no run in this folder.
     """
-    content, rows = read_config(workdir), read_rows(workdir)
+    content, rows = read_run(workdir), read_rows(workdir)
     summary = bucket.locate(workdir) / SUMMARY
     # Time by activity is written when a run finishes.
     seconds = json.loads(bucket.read(summary))["seconds"] if summary.exists() else {}

@@ -67,6 +67,22 @@ def read_config(workdir: epath.PathLike) -> dict[str, Any]:
         ) from error
 
 
+def read_run(workdir: epath.PathLike) -> dict[str, Any]:
+    """As ``read_config``, of a run that has rows and weights of its own.
+
+    Raises:
+      ConfigError: also if the folder holds the runs of agents that were trained in turn.
+    """
+    content = read_config(workdir)
+    if "total_steps" not in content["sizes"]:
+        first = min(path.parent for path in bucket.locate(workdir).glob(f"*/{CONFIG}"))
+        raise ConfigError(
+            f"{str(workdir)!r} holds the runs of {content['sizes']['num_agents']} agents in turn; "
+            f"specify one of them, such as {first}"
+        )
+    return content
+
+
 def _parse_config(text: str, path: epath.Path) -> dict[str, Any]:
     content = json.loads(text)
     if not (isinstance(content, dict) and {"config", "sizes"} <= content.keys()):

@@ -28,7 +28,7 @@ from podracer.errors import ConfigError
 from podracer.monitoring.figures import EVALUATION
 from podracer.monitoring.formatting import mean_and_error, number
 from podracer.storage import checkpoint, upgrading
-from podracer.storage.workdir import read_config, read_rows, writer
+from podracer.storage.workdir import read_rows, read_run, writer
 from podracer.training import builder
 from podracer.training.rows import comparable
 from podracer.types import Agent, Array, HostEnvironment, Row, Weights
@@ -146,7 +146,7 @@ def read(
       ConfigError: the folder is not a run of an agent, the run has no such member or weights, or
         its environment needs a permission that ``allow_env`` does not give.
     """
-    content = read_config(workdir)
+    content = read_run(workdir)
     with upgrading.explained(writer(content)):
         config = config_lib.parse(content["config"])
     if content["architecture"] == "meta":

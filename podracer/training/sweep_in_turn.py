@@ -5,7 +5,9 @@ With environments on the host, each run uses all cores, so that several at once 
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from etils import epath
@@ -59,6 +61,7 @@ def train_in_turn(
     of_one: RunOptions = {**options, "restart": False, "command": ()}
     last: Row = {"step": 0, "wall_time": 0.0}
     best: Result | None = None
+    summaries: list[Mapping[str, Any]] = []
     with _folder(architecture, config, given, log) as folder:
         for member in config.members:
             own = None if folder is None else folder.path / member.name
@@ -69,6 +72,7 @@ def train_in_turn(
                 log(f"{member.name}: {error}")
                 last[f"{member.name}/train/diverged"] = 1.0
                 continue
+            summaries.append(result.summary)
             row = result.metrics[-1]
             last["step"] = max(last["step"], row["step"])
             last["wall_time"] += row["wall_time"]
@@ -78,16 +82,40 @@ def train_in_turn(
         if best is None:
             raise DivergedError(f"each of the {len(config.members)} agents has diverged, see above")
         report = make_report(config, [last])
+        summary = {**_summarize(config, summaries), **report}
         if folder is not None:
             folder.keep(-1)
             folder.append(last)
-            folder.dump(workdir_lib.SUMMARY, {**best.summary, **report})
+            folder.dump(workdir_lib.SUMMARY, summary)
     log(report["report"] if report else _mean_over_seeds(config, last))
-    return best._replace(summary={**best.summary, **report})
+    return best._replace(summary=summary)
 
 
 def _return(result: Result) -> float:
     return float(comparable(result.summary["eval_return_mean"]))
+
+
+def _summarize(config: Config, summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """As the summary of agents that learn together: evaluations are means over agents, and seconds
+    those of all."""
+    first, count = summaries[0], len(summaries)
+    means = {
+        name: sum(x[name] for x in summaries) / count for name in first if name.startswith("eval_")
+    }
+    _, interval = mean_and_interval(np.array([x["eval_return_mean"] for x in summaries]))
+    seconds = sum((Counter(x["seconds"]) for x in summaries), Counter())
+    return {
+        "env_steps": first["env_steps"],
+        "wall_seconds": sum(x["wall_seconds"] for x in summaries),
+        "compile_seconds": sum(x["compile_seconds"] for x in summaries),
+        "steps_per_second": count / sum(1 / x["steps_per_second"] for x in summaries),
+        **means,
+        **({} if interval is None else {"eval_return_interval": float(interval)}),
+        "eval_episodes": first["eval_episodes"],
+        "seed": config.seed,
+        "num_seeds": config.num_seeds,
+        "seconds": dict(seconds),
+    }
 
 
 def _mean_over_seeds(config: Config, last: Row) -> str:

@@ -2,15 +2,18 @@
 
 import json
 import re
+from functools import partial
 
 import jax
 import numpy as np
 import pytest
 
 from podracer.errors import ConfigError, DivergedError, PreemptedError
+from podracer.monitoring.console import show_run
 from podracer.monitoring.sweeps import read_sweep
 from podracer.sebulba import train
 from podracer.storage.workdir import read_rows
+from podracer.training import saved_run
 from tests.sebulba.runs import SOLO, sebulba_config
 from tests.training.resuming import Stops
 
@@ -41,6 +44,18 @@ def test_each_agent_is_a_run_of_its_own_and_the_command_resumes_them(tmp_path, m
     returns = [x["eval_return_mean"] for x in result.summary["members"]]
     assert best == int(np.argmax(returns))
     assert json.loads((tmp_path / "all" / "summary.json").read_text()) == result.summary
+    alone = [
+        json.loads((tmp_path / "all" / f"member_{i}" / "summary.json").read_text())
+        for i in range(4)
+    ]
+    assert (result.summary["seed"], result.summary["num_seeds"]) == (5, 2)
+    assert result.summary["eval_return_mean"] == pytest.approx(np.mean(returns))
+    assert result.summary["wall_seconds"] == pytest.approx(sum(x["wall_seconds"] for x in alone))
+    assert result.summary["seconds"].keys() == alone[0]["seconds"].keys()
+    # It has neither rows of its own nor weights.
+    for use in (partial(show_run, out=None, width=None, verbose=False), saved_run.evaluate):
+        with pytest.raises(ConfigError, match=r"agents in turn; specify one .*/member_0"):
+            use(tmp_path / "all")
     # As the plot of a sweep reads it.
     points = read_sweep(tmp_path / "all", EVALUATION)
     means = [np.mean(returns[:2]), np.mean(returns[2:])]

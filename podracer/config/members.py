@@ -147,6 +147,7 @@ def _parse(name: str, values: Any, population: int) -> Distribution | list[float
         raise ConfigError(
             f"sweep.{name} must be a list of numbers{or_drawn * bool(population)}, got {values!r}"
             + "; to draw from a distribution, set population to a number" * bool(drawn)
+            + "; to compare other values, train each by a command of its own" * bool(numbers)
         )
     return [float(x) for x in numbers]
 

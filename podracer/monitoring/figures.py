@@ -14,14 +14,13 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from podracer.errors import ConfigError
 from podracer.monitoring import dashboard
 from podracer.monitoring.curves import INTERVAL, SeedGroup, group_runs, mean_curve, read_seeds
-from podracer.monitoring.formatting import mean_and_error, number
+from podracer.monitoring.formatting import console, mean_and_error, number
 from podracer.storage.workdir import LEARNING_CURVE, read_config, read_rows
 
 if TYPE_CHECKING:
@@ -246,7 +245,8 @@ def save(figure: "Figure", out: str, suffixes: Sequence[str] = (".png", ".svg"))
         pathlib.Path(out).parent.mkdir(parents=True, exist_ok=True)
         for path in paths:
             # An SVG without a date and random identifiers: the same runs give the same file.
-            with matplotlib.rc_context({"svg.hashsalt": "podracer"}):
+            # Some venues reject the Type 3 fonts that are matplotlib's default in a PDF.
+            with matplotlib.rc_context({"svg.hashsalt": "podracer", "pdf.fonttype": 42}):
                 key = {".svg": "Date", ".pdf": "CreationDate"}.get(pathlib.Path(path).suffix)
                 metadata = {key: None} if key else None
                 figure.savefig(path, dpi=200, metadata=metadata)
@@ -275,7 +275,7 @@ def plot_runs(
         raise ConfigError(f"--smooth must be at least 1, got {smooth}")
     groups = group_runs([seed for run in runs for seed in read_seeds(run, metric)], label)
     paths = save(draw(groups, metric, X[x], smooth), out)
-    console = Console(highlight=False)
-    console.print(tabulate(groups, metric, smooth))
+    printer = console()
+    printer.print(tabulate(groups, metric, smooth))
     for line in (*notes(groups, metric), f"written: {' and '.join(paths)}"):
-        console.print(line, markup=False, soft_wrap=True)
+        printer.print(line, markup=False, soft_wrap=True)

@@ -2,8 +2,10 @@
 
 import datetime
 import math
+import os
 
 import humanize
+from rich.console import Console
 
 # The longest duration that is shown; ``timedelta`` raises OverflowError beyond its own limit.
 MAX_SECONDS = 1e9
@@ -22,6 +24,14 @@ def number(x: float, digits: int = 4) -> str:
     scientific = f"{x:.{digits - 1}e}"
     exponent = int(scientific.partition("e")[2])
     return f"{x:,.{max(0, digits - 1 - exponent)}f}" if -5 < exponent < 9 else scientific
+
+
+def console() -> Console:
+    """Prints tables; in a file or a pipe, which have no width, they are not cut to that of a
+    terminal."""
+    found = Console(highlight=False)
+    has_width = found.is_terminal or found.is_jupyter or "COLUMNS" in os.environ
+    return found if has_width else Console(width=160, highlight=False)
 
 
 def mean_and_error(mean: float, error: float | None) -> str:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -15,7 +14,7 @@ from podracer.errors import ConfigError, unknown
 from podracer.monitoring import dashboard, figures
 from podracer.monitoring.alone import command_alone
 from podracer.monitoring.curves import INTERVAL, mean_and_interval
-from podracer.monitoring.formatting import mean_and_error, number
+from podracer.monitoring.formatting import console, mean_and_error, number
 from podracer.storage import upgrading
 from podracer.storage.workdir import read_config, read_rows, writer
 
@@ -191,10 +190,10 @@ def plot_sweep(
     histories, content = read_sweep(workdir, metric), read_config(workdir)
     figure = draw(histories, metric, dashboard.title(content["config"]))
     paths = figures.save(figure, out)
-    console = Console(highlight=False)
-    console.print(tabulate(histories, metric))
+    printer = console()
+    printer.print(tabulate(histories, metric))
     best = max(histories, key=lambda x: x.value[-1]).point
     alone = command_alone(content, best, os.fspath(workdir))
     flags = f", trained alone by\n{alone}" if alone else f", {best.text}"
     for line in (f"the best: {best.name}{flags}", f"written: {' and '.join(paths)}"):
-        console.print(line, markup=False, soft_wrap=True)
+        printer.print(line, markup=False, soft_wrap=True)

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import jax
 from absl import flags
-from rich.console import Console
 
 from podracer import config as config_lib
 from podracer.config import Config
 from podracer.errors import ConfigError, run_command
+from podracer.monitoring.formatting import console
 from podracer.plan import architectures, chips, estimate, table
 from podracer.plan.estimate import Plan
 from podracer.training import command_line
@@ -98,11 +98,11 @@ def main(argv: Sequence[str]) -> None:
         rows = [dataclasses.asdict(plan) for plan in plans]
         print(json.dumps({"versions": versions, "plans": rows}, indent=2))
         return
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    printer = console()
     if len(plans) == 1:
-        table.print_plan(plans[0], console)
+        table.print_plan(plans[0], printer)
     else:
-        table.print_scaling(plans, console)
+        table.print_scaling(plans, printer)
 
 
 if __name__ == "__main__":

@@ -175,6 +175,7 @@ def of_agents(make: Callable[[Any], Row], metrics: Any, members: Sequence[Member
 def summarize_run(last: Row, config: Config, clock: Clock) -> dict[str, Any]:
     """The summary of a run over all its starts; steps are those of one agent."""
     count = len(config.members)
+    interval = last.get("eval/episode_return_interval")
     starting = sum(clock.seconds.get(what, 0.0) for what in ("setup", "compile"))
     return {
         "env_steps": last["step"],
@@ -183,6 +184,7 @@ def summarize_run(last: Row, config: Config, clock: Clock) -> dict[str, Any]:
         "steps_per_second": last["step"] * count / (clock.total() - starting),
         "eval_return_mean": last["eval/episode_return"],
         "eval_return_std": last["eval/episode_return_std"],
+        **({} if interval is None else {"eval_return_interval": interval}),
         "eval_episodes": round(last["eval/episodes"]),
         "eval_complete": last["eval/complete"],
         "seed": config.seed,

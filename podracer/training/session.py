@@ -19,6 +19,7 @@ from podracer.distributed.signals import StopSignals
 from podracer.errors import TransientError
 from podracer.monitoring import dashboard, hparams, writers
 from podracer.monitoring.console import RunDisplay
+from podracer.monitoring.curves import INTERVAL
 from podracer.monitoring.figures import draw_run
 from podracer.monitoring.formatting import mean_and_error
 from podracer.monitoring.metrics import Clock
@@ -324,9 +325,13 @@ class Session:
         if self._files is not None:
             self._files.dump(workdir_lib.SUMMARY, summary)
             self._draw(pathlib.Path(self._files.local))
+        spread, whose = summary["eval_return_std"], ""
+        if "eval_return_interval" in summary:
+            spread = summary["eval_return_interval"]
+            whose = f" of each agent; ± is the {INTERVAL} of the mean over agents"
         text = (
-            f"evaluation {mean_and_error(summary['eval_return_mean'], summary['eval_return_std'])} "
-            f"over {summary['eval_episodes']} episodes\n"
+            f"evaluation {mean_and_error(summary['eval_return_mean'], spread)} "
+            f"over {summary['eval_episodes']} episodes{whose}\n"
             f"{summary['env_steps']:,} steps in {summary['wall_seconds']:.1f} s, of which "
             f"{summary['compile_seconds']:.1f} s to compile; then "
             f"{summary['steps_per_second']:,.0f} steps/s"

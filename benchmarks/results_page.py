@@ -22,11 +22,13 @@ final, greedy evaluation: the mean over seeds with the {INTERVAL} of this mean. 
 mean wall-clock time of a run, compilation and evaluation included; steps per second leave out both.
 The lines that this page is made from, with all settings and versions, are in
 [results.jsonl](results.jsonl). The command of a row is that of seed 0; the others add
-`--config.seed=SEED`. A first run compiles, and those after it find the compiled program in the
-cache. Other programs ran beside them, so that times are upper bounds. Returns of PureJaxRL,
-CleanRL, Stoix and Brax are those of their own code after as many steps, from
-[results_peers.jsonl](results_peers.jsonl) (`python benchmarks/purejaxrl.py` and
-`python benchmarks/peers.py`): those of training, of Brax those of its evaluations.
+`--config.seed=SEED`, and each run needs a `--workdir` of its own. Other versions of packages and
+other processors round differently, so that a seed's return is another one. A first run compiles,
+and those after it find the compiled program in the cache. Other programs ran beside them, so that
+times are upper bounds. PureJaxRL, CleanRL, Stoix and Brax were trained with their own code and
+networks for as many steps ([results_peers.jsonl](results_peers.jsonl);
+`python benchmarks/purejaxrl.py` and `python benchmarks/peers.py`). Compared are the returns at the end of training, whose policies
+sample, of both programs; of Brax, those of its evaluations.
 
     python benchmarks/results.py {" ".join(SETS)}
 
@@ -52,10 +54,20 @@ def agent(lines: Sequence[Line]) -> str:
     return lines[0].config["agent"]
 
 
-def episode_return(lines: Sequence[Line]) -> str:
-    """The mean return of runs that differ in their seeds, with its interval."""
-    mean, error = mean_and_interval(np.array([line.episode_return for line in lines]))
+def over_seeds(returns: Sequence[float]) -> str:
+    """The mean of returns of runs that differ in their seeds, with its interval."""
+    mean, error = mean_and_interval(np.array(returns))
     return mean_and_error(float(mean), None if error is None else float(error))
+
+
+def episode_return(lines: Sequence[Line]) -> str:
+    """The return of the final evaluations."""
+    return over_seeds([line.episode_return for line in lines])
+
+
+def trained_return(lines: Sequence[Line]) -> str:
+    """The return at the end of the learning curves."""
+    return over_seeds([line.curve["return"][-1] for line in lines])
 
 
 def project(task: Task) -> str:
@@ -63,12 +75,13 @@ def project(task: Task) -> str:
     return PEERS[task.peer.split("-")[0]]
 
 
-def references(task: Task, peers: Sequence[Line]) -> str:
+def references(task: Task, ours: Sequence[Line], peers: Sequence[Line]) -> str:
     """The returns to compare with: those that are published, and those of peers' runs."""
     texts = [f"{x.value:g} ([{x.name}]({x.source}))" for x in task.references]
     if lines := by_task(peers).get(task.peer):
         seeds = "one seed" if len(lines) == 1 else f"{len(lines)} seeds"
-        texts.append(f"{episode_return(lines)} ({project(task)}, {seeds})")
+        theirs, own = trained_return(lines), trained_return(ours)
+        texts.append(f"at the end of training {theirs} ({project(task)}, {seeds}), podracer {own}")
     return "; ".join(texts)
 
 
@@ -80,7 +93,7 @@ def row(task: Task, lines: Sequence[Line], peers: Sequence[Line]) -> str:
         f"`{task.config}.py`",
         episode_return(lines),
         str(len(lines)),
-        references(task, peers),
+        references(task, lines, peers),
         f"{lines[0].steps:,}",
         duration(float(np.mean([line.seconds for line in lines]))),
         f"{np.mean([line.steps_per_second for line in lines]):,.0f}",

@@ -58,13 +58,15 @@ class Task(NamedTuple):
 
 def gymnax(value: float) -> Reference:
     """The return of a trained agent that gymnax lists."""
-    return Reference(value, "gymnax", "https://github.com/RobertTLange/gymnax")
+    return Reference(value, "gymnax", "https://github.com/RobertTLange/gymnax/blob/main/README.md")
 
 
-def zoo(value: float, agent: str = "PPO") -> Reference:
-    """The return of an agent of RL Baselines3 Zoo: one run each."""
-    source = "https://github.com/DLR-RM/rl-baselines3-zoo/blob/master/benchmark.md"
-    return Reference(value, f"{agent}, RL Baselines3 Zoo", source)
+def zoo(value: float, steps: str, agent: str = "PPO") -> Reference:
+    """The return of an agent of RL Baselines3 Zoo after these steps: one run each, which its page
+    does not call a benchmark. Of its environments, versions may be older."""
+    commit = "0088472b8cb622732bdbc4aa3d0d0abde86c67ed"
+    source = f"https://github.com/DLR-RM/rl-baselines3-zoo/blob/{commit}/benchmark.md"
+    return Reference(value, f"{agent}, RL Baselines3 Zoo, {steps} steps", source)
 
 
 MINATAR = {
@@ -93,7 +95,7 @@ def minatar(config: str, *games: str, changes: tuple[str, ...] = ()) -> list[Tas
 def mujoco(robot: str, reference: float) -> Task:
     """A robot by the config whose own robot is HalfCheetah."""
     changes = () if robot == "HalfCheetah" else (f"env=envpool:{robot}-v4",)
-    references = (zoo(reference),)
+    references = (zoo(reference, "1 M"),)
     return Task(robot, "mujoco", "sebulba", changes, references=references, top=True)
 
 
@@ -115,10 +117,15 @@ SETS: dict[str, list[Task]] = {
         Task("CartPole", "cartpole", changes=("agent=vtrace",), references=(gymnax(500),)),
         Task("CartPole", "cartpole_dqn", references=(gymnax(500),)),
         Task("Catch", "catch"),
-        Task("Acrobot", "acrobot", references=(gymnax(-80), zoo(-73.5))),
-        Task("MountainCar", "mountain_car", references=(gymnax(-118), zoo(-110))),
-        Task("Pendulum", "pendulum", references=(gymnax(-130), zoo(-172))),
-        Task("Pendulum", "pendulum_d4pg", references=(gymnax(-130), zoo(-152, "DDPG")), top=True),
+        Task("Acrobot", "acrobot", references=(gymnax(-80), zoo(-73.5, "1 M"))),
+        Task("MountainCar", "mountain_car", references=(gymnax(-118), zoo(-110, "1 M"))),
+        Task("Pendulum", "pendulum", references=(gymnax(-130), zoo(-172, "100 K"))),
+        Task(
+            "Pendulum",
+            "pendulum_d4pg",
+            references=(gymnax(-130), zoo(-152, "20 K", "DDPG")),
+            top=True,
+        ),
     ],
     "memory": [
         Task("MemoryChain of 100 steps", "memory_chain"),
@@ -132,15 +139,22 @@ SETS: dict[str, list[Task]] = {
     ],
     "minatar_dqn": minatar("minatar_dqn", *MINATAR),
     "box2d": [
-        Task("LunarLander", "lunarlander", "sebulba", references=(zoo(242),), top=True),
+        Task("LunarLander", "lunarlander", "sebulba", references=(zoo(242, "1 M"),), top=True),
     ],
     "atari": [
-        Task("Atari Pong", "atari", "sebulba", seeds=3, references=(zoo(20.99),), top=True),
+        Task("Atari Pong", "atari", "sebulba", seeds=3, references=(zoo(20.99, "10 M"),), top=True),
     ],
     "pong_replay": [
-        Task("Atari Pong", "pong_r2d2", "sebulba", references=(zoo(20.6, "DQN"),), top=True),
         Task(
-            "Atari Pong", "pong_dqn", "sebulba", seeds=3, references=(zoo(20.6, "DQN"),), top=True
+            "Atari Pong", "pong_r2d2", "sebulba", references=(zoo(20.6, "10 M", "DQN"),), top=True
+        ),
+        Task(
+            "Atari Pong",
+            "pong_dqn",
+            "sebulba",
+            seeds=3,
+            references=(zoo(20.6, "10 M", "DQN"),),
+            top=True,
         ),
     ],
     "procgen": [
@@ -158,7 +172,11 @@ SETS: dict[str, list[Task]] = {
     "d4pg": [
         Task("Pendulum from images", "pendulum_pixels_d4pg", "sebulba", top=True),
         Task(
-            "HalfCheetah", "halfcheetah_d4pg", "sebulba", references=(zoo(9656, "TD3"),), top=True
+            "HalfCheetah",
+            "halfcheetah_d4pg",
+            "sebulba",
+            references=(zoo(9656, "1 M", "TD3"),),
+            top=True,
         ),
     ],
     "search": [

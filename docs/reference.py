@@ -125,14 +125,13 @@ def _sections(config: Any) -> Iterator[tuple[str, Any]]:
 def _entries(config: Any, prefix: str = "") -> list[str]:
     """A list, and not a table: on a phone, nobody scrolls sideways."""
     texts = descriptions(type(config))
-    return [
-        "",
-        *(
-            f"- **`{prefix}{field.name}`** = `{_default(value)}`: {texts[field.name]}"
-            for field in dataclasses.fields(config)
-            if not dataclasses.is_dataclass(value := getattr(config, field.name))
-        ),
-    ]
+    # Settings that are described together are one entry.
+    entries: dict[str, list[str]] = {}
+    for field in dataclasses.fields(config):
+        if not dataclasses.is_dataclass(value := getattr(config, field.name)):
+            name = f"**`{prefix}{field.name}`** = `{_default(value)}`"
+            entries.setdefault(texts[field.name], []).append(name)
+    return ["", *(f"- {', '.join(names)}: {text}" for text, names in entries.items())]
 
 
 def _default(value: Any) -> str:

@@ -17,7 +17,9 @@ PARSER = ArgumentParser(
     formatter_class=argparse.RawDescriptionHelpFormatter,
 )
 PARSER.add_argument("runs", nargs="+", metavar="WORKDIR", help="The folder of a run")
-PARSER.add_argument("--out", default="curves", help="The figure's path, without suffix or .pdf")
+PARSER.add_argument(
+    "--out", default="curves", help="The figure's path: NAME for NAME.png and NAME.svg, or NAME.pdf"
+)
 PARSER.add_argument(
     "--metric",
     help=f"Metric to draw; default: {figures.RETURN}, or of a sweep {figures.EVALUATION}",

@@ -94,7 +94,7 @@ class AveragingConfig:
       groups: number of groups of devices (Anakin only), each with its share of the environments, of
         a gradient step's batch and of a replay buffer; 1 averages nothing.
       folder: folder through which this run averages with others, which are configs like this one
-        with another seed; "" is none. See ``training.exchange``.
+        with another seed; "" is none. See docs/averaging.md.
       every: number of updates of each group between two averages (K). Calls are whole multiples of
         it, and with a folder they are K updates (see ``Config.updates_per_call``).
       outer_rate: how far the weights move from the last average towards the mean of the groups; 1

@@ -86,7 +86,9 @@ def make_environment(
 def _make_environment(
     env_id: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]
 ) -> Environment:
-    suite, name = _split(env_id, "'gymnax:CartPole-v1', 'dummy:counting' or 'my_module:MyEnv'")
+    suite, name = _split(
+        env_id, "'gymnax:CartPole-v1' and, with podracer.sebulba, 'gymnasium:CartPole-v1'"
+    )
     if suite in SUITES:
         return SUITES[suite](name, kwargs, params)
     if suite in HOST_SUITES:

@@ -101,10 +101,11 @@ def make_source(prepare: Prepare, config: RolloutConfig, devices: Devices) -> So
         items, stats = prepare(train_state, trajectory)
         count = jax.tree.leaves(items)[0].shape[0]
         if count % minibatches:
+            below = max(x for x in range(1, minibatches) if count % x == 0)
             raise ConfigError(
                 f"num_minibatches={minibatches} does not divide the {count} items a device learns "
                 "from (an item is a transition, or the whole unroll of an environment for "
-                "recurrent networks and V-trace)"
+                f"recurrent networks and V-trace); {below} would"
             )
 
         def deal(key: Array) -> Array:

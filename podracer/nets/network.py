@@ -38,8 +38,9 @@ class NetworkConfig:
         have no such torso.
       core: the recurrent layer after the torso: "none", "gru" or "lstm".
       core_size: units of the core.
-      core_timescale: steps over which the core should remember at first; 0 leaves Flax's initial
-        biases (see ``nets.recurrent.bias_init``).
+      core_timescale: steps over which the core should remember at first, by biases of its gates
+        between 0 and the logarithm of this number (https://arxiv.org/abs/1804.11188); 0 leaves
+        Flax's initial ones.
       shared: whether policy and value share torso and core; otherwise each has its own.
       initial_log_std: initial log standard deviation of a Gaussian policy, in units in which the
         action space is [-1, 1]; must be 0 for discrete actions.

@@ -11,7 +11,7 @@ from etils import epath
 
 from podracer.distributed.checksum import named_arrays, path_name
 from podracer.distributed.processes import Processes
-from podracer.errors import ConfigError, SaveError, TransientError, unknown
+from podracer.errors import ConfigError, SaveError, TransientError
 from podracer.storage import bucket, retry, upgrading
 from podracer.storage import checkpoint_files as files
 from podracer.storage.checkpoint_files import FOLDER, Progress
@@ -286,7 +286,8 @@ def find(workdir: epath.PathLike, which: str | int, processes: Processes | None 
 
     Args:
       workdir: workdir of the run.
-      which: "last", or "best" according to the run's evaluations, or a number of ``list_updates``.
+      which: "last", or "best" according to the run's evaluations, or a number of ``list_updates``,
+        also as text.
       processes: the processes that ask together; None if this one is alone.
 
     Raises:
@@ -294,7 +295,11 @@ def find(workdir: epath.PathLike, which: str | int, processes: Processes | None 
       TransientError: they can't be read at present.
     """
     if isinstance(which, str) and which not in WHICH:
-        raise unknown("choice of weights", which, WHICH)
+        if not which.isdecimal():
+            raise ConfigError(
+                f"--weights={which} must be last, best, or the number of a checkpoint"
+            )
+        which = int(which)
     # Orbax reads from absolute paths only.
     folder = bucket.resolve(workdir) / FOLDER
     with _reading_weights(workdir, which) as what:

@@ -139,15 +139,19 @@ def _parse(values: flags.FlagValues, argv: Sequence[str]) -> None:
     try:
         rest = values(list(argv))
     except flags.UnrecognizedFlagError as error:
-        # A setting without the name of the config in front of it.
-        hint = f"; did you mean --config.{error.flagname}?" * hasattr(Config, error.flagname)
-        raise ConfigError(f"{error}{hint}") from error
+        # A setting without the name of the config in front of it, or spelt with hyphens.
+        setting = error.flagname.replace("-", "_")
+        hint = "settings are flags as in --config.seed=1, listed in docs/settings.md"
+        if hasattr(Config, setting):
+            hint = f"did you mean --config.{setting}?"
+        raise ConfigError(f"{error}; {hint}") from error
     except flags.Error as error:
         raise ConfigError(str(error)) from error
     if len(rest) > 1:
+        example = f"--workdir={rest[1]}" if os.path.isdir(rest[1]) else "--config.seed=1"
         raise ConfigError(
             f"unexpected arguments: {' '.join(rest[1:])}; flags take their value after an equals "
-            "sign, as in --config.seed=1"
+            f"sign, as in {example}"
         )
 
 

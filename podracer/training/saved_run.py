@@ -208,7 +208,7 @@ def _gif_path(gif: str | os.PathLike[str]) -> pathlib.Path:
 def evaluate(
     workdir: epath.PathLike,
     *,
-    weights: str = "last",
+    weights: str | int = "last",
     member: int | str = 0,
     num_episodes: int | None = None,
     greedy: bool | None = None,
@@ -225,7 +225,8 @@ def evaluate(
 
     Args:
       workdir: workdir of a run of either architecture.
-      weights: "last", or "best" according to the run's evaluations.
+      weights: "last", or "best" according to the run's evaluations, or the number of a checkpoint
+        that the run has kept.
       member: which agent of a run with several: a number, from 0, or "best" for the one with the
         largest return in the run's last evaluation of these weights. With the run's seed the best
         one plays the episodes that it was chosen by; another ``seed`` avoids that bias.
@@ -245,8 +246,6 @@ def evaluate(
       ConfigError: the workdir holds no run or no weights, a setting is impossible, or the
         environment needs permission or can't be drawn.
     """
-    if weights not in ("last", "best"):
-        raise ConfigError(f"--weights={weights} must be last or best")
     run = read(workdir, member, weights, allow_env)
     config = _override(run.config, seed=seed)
     config = _override(
@@ -291,7 +290,7 @@ def _write_gif(path: pathlib.Path, recorder: FrameRecorder, drawn: Episodes) -> 
 def load_policy(
     workdir: epath.PathLike,
     *,
-    weights: str = "last",
+    weights: str | int = "last",
     member: int | str = 0,
     greedy: bool | None = None,
     seed: int = 0,
@@ -301,7 +300,8 @@ def load_policy(
 
     Args:
       workdir: workdir of a run of either architecture.
-      weights: "last", or "best" according to the run's evaluations.
+      weights: "last", or "best" according to the run's evaluations, or the number of a checkpoint
+        that the run has kept.
       member: which agent of a run with several: a number, from 0, or "best", see ``evaluate``.
       greedy: act without exploration, see ``EvaluationConfig``; None takes the run's setting
         for evaluations.

@@ -196,7 +196,7 @@ class Session:
         if self._finished:
             self.log(
                 f"the run is finished, at step {step:,}; raise total_steps to train longer, or "
-                "restart it to start over"
+                "--restart starts over"
             )
         elif progress.update:
             self.log(f"resumed from update {progress.update:,}, step {step:,}")

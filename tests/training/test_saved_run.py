@@ -192,7 +192,7 @@ def test_an_episode_becomes_an_animated_gif(env_id, max_steps, after_end, left_b
 BAD = {
     "no workdir": ([], "--workdir is missing"),
     "no run": (["--workdir=nothing/here"], "'nothing/here' is not a run"),
-    "weights": (["--weights=first"], "--weights=first must be last or best"),
+    "weights": (["--weights=first"], "--weights=first must be last, best, or the number"),
     "episodes": (["--episodes=0"], "evaluation.episodes"),
     "seed": (["--seed=-1"], "seed must not be negative, got -1"),
     "frames": (["--gif_frames=1"], "--gif_frames=1 must be 2 or more"),

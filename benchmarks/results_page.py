@@ -27,8 +27,8 @@ other processors round differently, so that a seed's return is another one. A fi
 and those after it find the compiled program in the cache. Other programs ran beside them, so that
 times are upper bounds. PureJaxRL, CleanRL, Stoix and Brax were trained with their own code and
 networks for as many steps ([results_peers.jsonl](results_peers.jsonl);
-`python benchmarks/purejaxrl.py` and `python benchmarks/peers.py`). Compared are the returns at the end of training, whose policies
-sample, of both programs; of Brax, those of its evaluations.
+`python benchmarks/purejaxrl.py` and `python benchmarks/peers.py`). Compared are the returns at the
+end of training, whose policies sample, of both programs; of Brax, those of its evaluations.
 
     python benchmarks/results.py {" ".join(SETS)}
 

@@ -294,12 +294,7 @@ def find(workdir: epath.PathLike, which: str | int, processes: Processes | None 
       ConfigError: there are no such weights, or they are damaged.
       TransientError: they can't be read at present.
     """
-    if isinstance(which, str) and which not in WHICH:
-        if not which.isdecimal():
-            raise ConfigError(
-                f"--weights={which} must be last, best, or the number of a checkpoint"
-            )
-        which = int(which)
+    which = _parse(which)
     # Orbax reads from absolute paths only.
     folder = bucket.resolve(workdir) / FOLDER
     with _reading_weights(workdir, which) as what:
@@ -311,6 +306,19 @@ def find(workdir: epath.PathLike, which: str | int, processes: Processes | None 
         missing = f"checkpoint {which}" if isinstance(which, int) else "checkpoints"
         raise ConfigError(f"{str(workdir)!r} holds no {missing}")
     return step
+
+
+def check(which: str | int) -> None:
+    """Raises ``ConfigError`` if this is no choice of weights, see ``find``."""
+    _parse(which)
+
+
+def _parse(which: str | int) -> str | int:
+    if which in WHICH or isinstance(which, int):
+        return which
+    if not which.isdecimal():
+        raise ConfigError(f"--weights={which} must be last, best, or the number of a checkpoint")
+    return int(which)
 
 
 def load_weights(

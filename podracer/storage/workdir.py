@@ -74,11 +74,10 @@ def read_run(workdir: epath.PathLike) -> dict[str, Any]:
       ConfigError: also if the folder holds the runs of agents that were trained in turn.
     """
     content = read_config(workdir)
-    if "total_steps" not in content["sizes"]:
-        first = min(path.parent for path in bucket.locate(workdir).glob(f"*/{CONFIG}"))
+    if members := content.get("members"):
         raise ConfigError(
-            f"{str(workdir)!r} holds the runs of {content['sizes']['num_agents']} agents in turn; "
-            f"specify one of them, such as {first}"
+            f"{str(workdir)!r} holds the runs of {len(members)} agents in turn; specify one of "
+            f"them, such as {workdir}/{members[0]}"
         )
     return content
 

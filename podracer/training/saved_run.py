@@ -155,6 +155,7 @@ def read(
             "policy to play with; name a run of podracer.anakin or podracer.sebulba"
         )
     permission.check_permission(config.env, config.env_kwargs, allow_env)
+    checkpoint.check(weights)
     members, update = config.members, checkpoint.find(workdir, weights)
     step = update * config.steps_per_update
     rows = []

@@ -153,6 +153,7 @@ def _folder(
             "architecture": architecture,
             "config": dataclasses.asdict(config),
             "sizes": {"num_agents": len(config.members)},
+            "members": [member.name for member in config.members],
             "versions": workdir_lib.versions(),
             "command": list(given.command),
         }

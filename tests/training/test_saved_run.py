@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 import re
+import subprocess
 import sys
 
 import jax
@@ -16,7 +18,7 @@ from podracer.acting.policy import Policy
 from podracer.errors import ConfigError, ExitCode
 from podracer.training import builder, saved_run
 from podracer.xla_cpu import prng
-from tests.helpers import is_one_error, make_config
+from tests.helpers import ROOT, is_one_error, make_config
 
 HOST = ("envpool", "gymnasium")
 
@@ -393,6 +395,39 @@ def test_drawing_a_stranger_s_run_imports_nothing_that_it_names(tmp_path, monkey
     assert look.main([str(run)]) == ExitCode.OK
     assert plot.main([str(run), f"--out={tmp_path / 'curve'}"]) == ExitCode.OK
     assert not marker.exists()
+
+
+@pytest.mark.slow
+def test_processes_of_environments_do_not_import_jax(tmp_path, monkeypatch):
+    """JAX takes 120 MB in each. They import the main module, so that it depends on the command."""
+    (tmp_path / "light.py").write_text(
+        "import sys, gymnasium\n"
+        "from gymnasium.envs.classic_control import CartPoleEnv\n"
+        "class Light(CartPoleEnv):\n"
+        "    def step(self, action):\n"
+        "        assert 'jax' not in sys.modules\n"
+        "        return super().step(action)\n"
+        "gymnasium.register('Light-v0', Light, max_episode_steps=20)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    env_id = "gymnasium:light:Light-v0"
+    small = {"num_envs": 4, "total_steps": 4 * 8, "evaluation__episodes": 2, "cpu_devices": 1}
+    sebulba.train(make_config(env=env_id, **small), tmp_path / "run", quiet=True)
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    result = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "podracer.evaluate",
+            f"--workdir={tmp_path / 'run'}",
+            f"--allow_env={env_id}",
+        ],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
 
 
 def test_an_own_environment_is_evaluated_with_permission(left_by, capsys):

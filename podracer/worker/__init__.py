@@ -53,7 +53,3 @@ def _command(argv: Sequence[str]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; ``argv`` includes the program's name. Returns the exit code."""
     return run_command(lambda: _command(sys.argv if argv is None else argv))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

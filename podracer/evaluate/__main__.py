@@ -1,0 +1,12 @@
+"""``python -m podracer.evaluate --workdir=FOLDER``.
+
+A module of its own, because processes of environments import the main module again, and with it
+JAX, unless its name is ``__main__``.
+"""
+
+import sys
+
+from podracer.evaluate import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -55,7 +55,7 @@ SECTIONS = {
     "doctor.py": "doctor",
     "envs/": "environments",
     "envs/permission.py": "evaluating-and-comparing-runs",
-    "evaluate.py": "evaluating-and-comparing-runs",
+    "evaluate/": "evaluating-and-comparing-runs",
     "look.py": "evaluating-and-comparing-runs",
     "match.py": "evaluating-and-comparing-runs",
     "monitoring/": "evaluating-and-comparing-runs",
@@ -73,7 +73,7 @@ SECTIONS = {
     "training/options.py": "live-view-tensorboard-weights--biases",
     "training/rows.py": "divergence",
     "training/saved_run.py": "evaluating-and-comparing-runs",
-    "worker.py": "remote-workers",
+    "worker/": "remote-workers",
 }
 CRASH = "a-crash"
 

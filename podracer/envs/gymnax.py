@@ -124,6 +124,10 @@ def _shapes(tree: ArrayTree) -> Any:
     return jax.tree.map(np.shape, tree)
 
 
+def _dtypes(tree: ArrayTree) -> Any:
+    return jax.tree.map(lambda x: str(x.dtype), tree)
+
+
 def _shapes_of_space(space: Any) -> Any:
     if hasattr(space, "spaces"):
         return {key: _shapes_of_space(inner) for key, inner in space.spaces.items()}
@@ -154,10 +158,17 @@ def _check(env: Any, name: str, params: Any) -> None:
             f"{found}"
         )
     for what, first, later in (("observation", observation, after[0]), ("state", state, after[1])):
-        if _shapes(first) != _shapes(later):
+        for quality, of in (("shape", _shapes), ("dtype", _dtypes)):
+            if of(first) != of(later):
+                raise ConfigError(
+                    f"env={name!r}: the {what} of reset_env has the {quality} {of(first)}, that of "
+                    f"step_env {of(later)}"
+                )
+    for what, scalar in (("reward", after[2]), ("end of the episode", after[3])):
+        if np.shape(scalar):
             raise ConfigError(
-                f"env={name!r}: the {what} of reset_env has the shape {_shapes(first)}, that of "
-                f"step_env {_shapes(later)}"
+                f"env={name!r}: the {what} of step_env has the shape {np.shape(scalar)}; it must "
+                "be a single number, of shape ()"
             )
 
 

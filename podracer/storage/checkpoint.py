@@ -11,7 +11,7 @@ from etils import epath
 
 from podracer.distributed.checksum import named_arrays, path_name
 from podracer.distributed.processes import Processes
-from podracer.errors import ConfigError, SaveError, TransientError
+from podracer.errors import ConfigError, SaveError, TransientError, unknown
 from podracer.storage import bucket, retry, upgrading
 from podracer.storage import checkpoint_files as files
 from podracer.storage.checkpoint_files import FOLDER, Progress
@@ -286,15 +286,15 @@ def find(workdir: epath.PathLike, which: str | int, processes: Processes | None 
 
     Args:
       workdir: workdir of the run.
-      which: "last", or "best" according to the run's evaluations, or a number of ``list_updates``,
-        also as text.
+      which: "last", or "best" according to the run's evaluations, or a number of ``list_updates``.
       processes: the processes that ask together; None if this one is alone.
 
     Raises:
       ConfigError: there are no such weights, or they are damaged.
       TransientError: they can't be read at present.
     """
-    which = _parse(which)
+    if isinstance(which, str) and which not in WHICH:
+        raise unknown("choice of weights", which, WHICH)
     # Orbax reads from absolute paths only.
     folder = bucket.resolve(workdir) / FOLDER
     with _reading_weights(workdir, which) as what:
@@ -306,19 +306,6 @@ def find(workdir: epath.PathLike, which: str | int, processes: Processes | None 
         missing = f"checkpoint {which}" if isinstance(which, int) else "checkpoints"
         raise ConfigError(f"{str(workdir)!r} holds no {missing}")
     return step
-
-
-def check(which: str | int) -> None:
-    """Raises ``ConfigError`` if this is no choice of weights, see ``find``."""
-    _parse(which)
-
-
-def _parse(which: str | int) -> str | int:
-    if which in WHICH or isinstance(which, int):
-        return which
-    if not which.isdecimal():
-        raise ConfigError(f"--weights={which} must be last, best, or the number of a checkpoint")
-    return int(which)
 
 
 def load_weights(

@@ -140,7 +140,7 @@ def read(
 ) -> SavedRun:
     """Reads a run's config; nothing that the config names is imported or opened.
 
-    ``weights`` is as of ``checkpoint.find``, ``member`` as of ``evaluate``.
+    ``weights`` and ``member`` are as of ``evaluate``.
 
     Raises:
       ConfigError: the folder is not a run of an agent, the run has no such member or weights, or
@@ -155,8 +155,7 @@ def read(
             "policy to play with; name a run of podracer.anakin or podracer.sebulba"
         )
     permission.check_permission(config.env, config.env_kwargs, allow_env)
-    checkpoint.check(weights)
-    members, update = config.members, checkpoint.find(workdir, weights)
+    members, update = config.members, checkpoint.find(workdir, _which(weights))
     step = update * config.steps_per_update
     rows = []
     if member == "best" or config.selection.every:
@@ -172,6 +171,15 @@ def read(
     found = members[number].at(rows[-1] if rows else {})
     on_host = content["architecture"] == "sebulba"
     return SavedRun(config.alone(found), on_host, len(members), number, update)
+
+
+def _which(weights: str | int) -> str | int:
+    """A choice of weights as ``checkpoint.find`` takes it, in which numbers may be text."""
+    if isinstance(weights, int) or weights in checkpoint.WHICH:
+        return weights
+    if not weights.isdecimal():
+        raise ConfigError(f"--weights={weights} must be last, best, or the number of a checkpoint")
+    return int(weights)
 
 
 def load_weights(workdir: epath.PathLike, run: SavedRun, agent: Agent) -> Weights:

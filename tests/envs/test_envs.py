@@ -153,6 +153,18 @@ class Growing(Corridor):
         return jnp.append(observation, 0), *rest
 
 
+class Rounded(Corridor):
+    def reset_env(self, key, params):
+        observation, state = super().reset_env(key, params)
+        return observation.astype(jnp.int32), state
+
+
+class Rewarding(Corridor):
+    def step_env(self, key, state, action, params) -> Any:
+        *before, reward, done, info = super().step_env(key, state, action, params)
+        return *before, jnp.full(1, reward), done, info
+
+
 class Old(Corridor):
     def step_env(self, key, state, action, params) -> Any:
         return super().step_env(key, state, action, params)[:4]
@@ -169,6 +181,8 @@ class Still(gymnax.environments.environment.Environment):
         ("Unlimited", "ends each episode after max_steps_in_episode=1 step; define is_truncated"),
         ("Wide", r"observation_space of shape \(3,\), but reset_env observes \(1,\)"),
         ("Growing", r"observation of reset_env has the shape \(1,\), that of step_env \(2,\)"),
+        ("Rounded", "observation of reset_env has the dtype int32, that of step_env float32"),
+        ("Rewarding", r"reward of step_env has the shape \(1,\); it must be a single number"),
         ("Old", "step_env returns 4 values; they must be"),
         ("Still", "does not define action_space"),
     ],

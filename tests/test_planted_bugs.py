@@ -108,7 +108,7 @@ def test_each_patch_names_a_test(tmp_path):
     assert not {patch: name for patch, name in named.items() if name not in tests}, run.output
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.timeout(900)
 def test_without_a_patch_a_named_test_of_each_folder_passes(copy, tmp_path):
     """Otherwise a test could fail for another reason than the patch, such as a file that the copy
@@ -119,7 +119,7 @@ def test_without_a_patch_a_named_test_of_each_folder_passes(copy, tmp_path):
     assert run.code == 0, run.output
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
 def test_no_planted_bug_survives(patch, copy, tmp_path):
     apply(patch, copy)

@@ -137,8 +137,8 @@ ROWS = {
     "q_lambda": Row((False,), ("none", "gru"), MINIBATCHES, best_values),
     "r2d2": Row((False,), ("none", "gru"), R2D2, best_values),
 }
-# Each takes seconds to compile: .ci/run runs all of them, the default run only those that differ.
-SLOW = pytest.mark.slow
+# Each takes seconds to compile: all of them run weekly, by default only those that differ.
+WEEKLY = pytest.mark.weekly
 VARIANTS = [
     (agent, *variant)
     for agent, row in ROWS.items()
@@ -151,8 +151,10 @@ ACTIONS_FIRST = ("vtrace",)
 
 
 def few(variants: list[Any], agents: Collection[str]) -> list[Any]:
-    """The variants, of which all but the first of these agents are slow."""
-    return [v if v in FIRST and v[0] in agents else pytest.param(*v, marks=SLOW) for v in variants]
+    """The variants, of which all but the first of these agents are weekly."""
+    return [
+        v if v in FIRST and v[0] in agents else pytest.param(*v, marks=WEEKLY) for v in variants
+    ]
 
 
 def test_every_agent_has_a_row():
@@ -213,7 +215,7 @@ RECURRENT = [v for v in VARIANTS if v[2] != "none"]
 @pytest.mark.parametrize(
     ("agent", "continuous", "core"),
     [
-        v if v == ("ppo", False, "gru") else pytest.param(*v, marks=SLOW)
+        v if v == ("ppo", False, "gru") else pytest.param(*v, marks=WEEKLY)
         # One without memory, for which the probe must be too hard.
         for v in [*RECURRENT, ("ppo", False, "none")]
     ],
@@ -236,7 +238,7 @@ DISCRETE = [agent for agent, row in ROWS.items() if False in row.continuous]
         *(("parts", "minatar", agent) for agent in NETWORKS),
     ],
 )
-@SLOW
+@WEEKLY
 def test_dictionaries_and_masks_are_understood(probe, torso, agent):
     kwargs = {} if agent in DISCRETE else {"continuous": True}
     config = make_probe(
@@ -261,7 +263,7 @@ def test_an_agent_that_learns_values_of_actions_rejects_continuous_ones(agent):
 
 
 @pytest.mark.parametrize(
-    "agent", [x if x in ("ppo", "dqn") else pytest.param(x, marks=SLOW) for x in DISCRETE]
+    "agent", [x if x in ("ppo", "dqn") else pytest.param(x, marks=WEEKLY) for x in DISCRETE]
 )
 def test_no_agent_takes_an_illegal_action(agent):
     """Not untrained, nor while environments are staggered, nor in any evaluation."""

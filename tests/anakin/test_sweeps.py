@@ -252,7 +252,7 @@ SWEEPS = {
     [
         (agent, sweep)
         if agent == "ppo"
-        else pytest.param(agent, sweep, marks=(pytest.mark.slow, pytest.mark.timeout(900)))
+        else pytest.param(agent, sweep, marks=(pytest.mark.weekly, pytest.mark.timeout(900)))
         for agent, sweep in SWEEPS.items()
     ],
     ids=SWEEPS,

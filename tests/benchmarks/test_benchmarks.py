@@ -14,14 +14,14 @@ from flax import nnx
 from podracer import config as config_lib
 
 ROOT = pathlib.Path(__file__).parents[2]
-SLOW = pytest.mark.slow
+WEEKLY = pytest.mark.weekly
 
 
 def printed(capsys):
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_anakin(load, capsys):
     # An environment and an agent that compile quickly, on all devices of the test process.
     arguments = ["--env=dummy:counting", "--agent=vtrace", "--cpu_devices=8", "--num_envs=32"]
@@ -55,7 +55,7 @@ def test_speed_beside_purejaxrl_alternates_and_divides(load, capsys, monkeypatch
     assert row == "| CartPole-v1 | 4 x 128 | 300 K, 300 K | 200 K, 400 K | 1.50, 0.75 |"
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_resets(load, capsys):
     pytest.importorskip("jumanji", reason="the suite is not installed: pip install -e '.[jumanji]'")
     resets = load("resets")
@@ -67,7 +67,7 @@ def test_resets(load, capsys):
     assert all(result["steps_per_second"] > 0 for result in results)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_convolution(load, capsys):
     load("convolution").main(["--torso=minatar", "--batch=2", "--rounds=1"])
     results = printed(capsys)
@@ -90,7 +90,7 @@ def test_cleanba_is_a_valid_config(load):
     assert (config.env, config.agent, config.ppo.clip) == ("envpool:Pong-v5", "ppo", 0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_sebulba():
     """As a command, with the number of devices that a user's process has."""
     command = [
@@ -119,7 +119,7 @@ def test_sebulba():
     }
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_remote():
     command = [
         sys.executable, "benchmarks/remote.py", "--env=envpool:CartPole-v1", "--vector",
@@ -137,7 +137,7 @@ def test_remote():
     assert result["last_round"]["time/actor_network"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_checkpoint(load, capsys):
     load("checkpoint").main(["--gigabytes=0.002", "--devices=2", "--rounds=1"])
     (result,) = printed(capsys)
@@ -149,13 +149,13 @@ def test_checkpoint(load, capsys):
 @pytest.mark.parametrize(
     ("kind", "arguments", "variants"),
     [
-        pytest.param("planner", [], ["podracer", "plain"], marks=SLOW),
-        pytest.param("selfplay", ["--env=pgx:tic_tac_toe"], ["podracer", "plain"], marks=SLOW),
+        pytest.param("planner", [], ["podracer", "plain"], marks=WEEKLY),
+        pytest.param("selfplay", ["--env=pgx:tic_tac_toe"], ["podracer", "plain"], marks=WEEKLY),
         pytest.param(
             "unroll",
             ["--env=gymnax:Breakout-MinAtar", "--state=planes", "--channels=2"],
             ["podracer, 1", "podracer, 5", "jax, 1", "jax, 5"],
-            marks=SLOW,
+            marks=WEEKLY,
         ),
     ],
 )
@@ -170,7 +170,7 @@ def test_search(kind, arguments, variants, load, capsys):
     assert all(("simulations_per_cpu_second" in result) == (kind != "unroll") for result in results)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_plain_search_finds_what_podracers_finds(load):
     """Without noise, so that the random keys do not matter."""
     search = load("search")
@@ -182,7 +182,7 @@ def test_a_plain_search_finds_what_podracers_finds(load):
     assert np.ptp(policy) > 0.01
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_replay(load, capsys):
     pytest.importorskip("flashbax")
     load("replay").main(["--items=4096", "--rounds=1"])

@@ -20,7 +20,7 @@ def run(load, capsys):
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_engines_exchange_the_same_messages(run):
     (result,) = run("--rows=2", "--shape=3,4", "--outstanding=2")
     assert (result["rows"], result["outstanding"]) == (2, 2)
@@ -35,7 +35,7 @@ def test_engines_exchange_the_same_messages(run):
         assert found["p50_ms"] <= found["p99_ms"]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_compression(run):
     pytest.importorskip("envpool")
     (result,) = run("--compression", "--messages=2", "--rows=2")
@@ -45,7 +45,7 @@ def test_compression(run):
     assert result["gzip"]["6"]["faster_below_mb_per_second"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_workers(run):
     (result,) = run("--workers=2", "--envs=8", "--pools=2", "--batch=4")
     assert (result["env"], result["workers"], result["envs"]) == ("dummy:counting", 2, 8)

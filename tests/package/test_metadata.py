@@ -97,12 +97,11 @@ def test_workflows_run_all_checks(name):
         assert re.fullmatch(r"actions/[a-z-]+@v\d+", action["uses"])
 
 
-def test_planted_bugs_are_looked_for_every_week():
-    content = yaml.safe_load((ROOT / ".github" / "workflows" / "planted_bugs.yml").read_text())
+def test_the_longest_tests_run_every_week():
+    content = yaml.safe_load((ROOT / ".github" / "workflows" / "weekly.yml").read_text())
     assert "schedule" in content[True]
     *_, last = content["jobs"]["check"]["steps"]
-    assert last["run"].startswith("pytest -m slow ")
-    assert (ROOT / last["run"].split()[-1]).exists()
+    assert last["run"] == "pytest -m weekly -n 2"
 
 
 def test_issue_forms_ask_for_something():

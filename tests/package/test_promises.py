@@ -98,7 +98,7 @@ def test_a_checkpoint_is_written_every_five_minutes_by_default(tmp_path, monkeyp
     assert [update for update in saved if update < 5] == [3]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     "own",
     [

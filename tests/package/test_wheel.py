@@ -67,7 +67,7 @@ def test_the_wheel_holds_every_file(wheel):
     assert {name for name in names if not name.parts[0].endswith(".dist-info")} == expected
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_wheel_solves_cartpole(environment, tmp_path):
     """With the shipped config, the default workdir and the default cache of compiled programs."""
     printed = run(environment, tmp_path, "podracer", "--version")

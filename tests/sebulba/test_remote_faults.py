@@ -248,12 +248,11 @@ class Killer:
             self.ended.wait(60)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "period", "seconds"),
     [
-        (False, 0.3, 3.0),
-        pytest.param(True, 10.0, 60.0, marks=pytest.mark.timeout(1800)),
+        pytest.param(False, 0.3, 3.0, marks=pytest.mark.slow),
+        pytest.param(True, 10.0, 60.0, marks=(pytest.mark.weekly, pytest.mark.timeout(1800))),
     ],
 )
 def test_workers_are_killed_and_the_learner_goes_on_and_mixes_no_two(

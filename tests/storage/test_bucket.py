@@ -336,7 +336,7 @@ def test_damaged_and_incomplete_checkpoints_are_skipped(store, run):
     assert checkpoints().restore(restored)[1].update == 3
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_kills_change_nothing(store, run, tmp_path):
     """``kill -9`` between rows, each time resumed by the same command, with a replay."""
 

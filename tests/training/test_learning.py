@@ -35,12 +35,12 @@ def test_cartpole_is_learned_by_the_command_of_the_readme(tmp_path):
     assert final_return(tmp_path) >= 475
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_memory_task_is_learned(tmp_path):
     assert final_return(tmp_path, config="memory_chain") >= 0.95
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.timeout(900)
 def test_cartpole_is_learned_by_vtrace_with_every_seed(tmp_path):
     """With the settings at which others are measured: 4 environments x 128 steps, 500 k steps."""
@@ -65,7 +65,7 @@ def test_cartpole_is_learned_by_sebulba_too(tmp_path):
     assert final_return(tmp_path, *arguments, architecture="sebulba") >= 475
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.timeout(900)
 def test_a_minute_of_sebulba_holds_its_memory(tmp_path):
     run = subprocess.Popen(

@@ -157,7 +157,7 @@ def test_two_runs_in_one_workdir(tmp_path):
     assert "belongs to a run that is still running" in stderr
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("agent", "times"), [("ppo", 4), ("dqn", 10), ("r2d2", 4), ("d4pg", 4)])
 def test_kills_change_nothing(agent, times, tmp_path):

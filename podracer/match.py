@@ -19,11 +19,7 @@ SIMULATIONS = "Simulations of a search of alphazero; 0: the network alone. Defau
 FLAGS: dict[str, command_line.Flag] = {
     "workdir": (flags.DEFINE_string, None, "The folder of a run in a game of two players"),
     "opponent": (flags.DEFINE_string, None, "The other run's folder. Default: rate checkpoints"),
-    "weights": (
-        flags.DEFINE_string,
-        "last",
-        "Which weights: last, best, or the number of a checkpoint",
-    ),
+    "weights": (flags.DEFINE_string, "last", "Last, best, or the number of a checkpoint"),
     "opponent_weights": (flags.DEFINE_string, "last", "The same of the opponent"),
     "games": (flags.DEFINE_integer, 200, "Number of games, even; of each pair in ratings"),
     "opening": (flags.DEFINE_integer, 2, "Number of random moves at the beginning of a game"),

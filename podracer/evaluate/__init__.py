@@ -18,11 +18,7 @@ __all__ = ["evaluate", "main"]
 
 FLAGS: dict[str, command_line.Flag] = {
     "workdir": (flags.DEFINE_string, None, "The run's folder"),
-    "weights": (
-        flags.DEFINE_string,
-        "last",
-        "Which weights: last, best, or the number of a checkpoint",
-    ),
+    "weights": (flags.DEFINE_string, "last", "Last, best, or the number of a checkpoint"),
     "member": (flags.DEFINE_string, "0", "Which agent of a run with several, from 0; or best"),
     "episodes": (flags.DEFINE_integer, None, "Number of episodes; default: as in the run"),
     "greedy": (

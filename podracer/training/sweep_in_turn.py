@@ -17,7 +17,6 @@ from podracer.config.members import Point
 from podracer.distributed import joining
 from podracer.errors import ConfigError, DivergedError
 from podracer.monitoring.curves import mean_and_interval
-from podracer.monitoring.figures import EVALUATION
 from podracer.monitoring.formatting import mean_and_error
 from podracer.storage import workdir as workdir_lib
 from podracer.storage.workdir import Workdir
@@ -87,7 +86,12 @@ def train_in_turn(
             folder.keep(-1)
             folder.append(last)
             folder.dump(workdir_lib.SUMMARY, summary)
-    log(report["report"] if report else _mean_over_seeds(config, last))
+    if report:
+        log(report["report"])
+    else:
+        interval = summary.get("eval_return_interval")
+        shown = mean_and_error(summary["eval_return_mean"], interval)
+        log(f"evaluation {shown} over {len(summaries)} seeds")
     return best._replace(summary=summary)
 
 
@@ -116,15 +120,6 @@ def _summarize(config: Config, summaries: Sequence[Mapping[str, Any]]) -> dict[s
         "num_seeds": config.num_seeds,
         "seconds": dict(seconds),
     }
-
-
-def _mean_over_seeds(config: Config, last: Row) -> str:
-    """The mean of the final evaluations of agents that differ in their seed alone."""
-    names = [f"{member.name}/{EVALUATION}" for member in config.members]
-    returns = np.array([last[name] for name in names if name in last])
-    mean, half_width = mean_and_interval(returns)
-    error = None if half_width is None else float(half_width)
-    return f"evaluation {mean_and_error(float(mean), error)} over {len(returns)} seeds"
 
 
 def _check(config: Config, given: Options) -> None:

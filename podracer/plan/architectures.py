@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from podracer import envs
 from podracer.anakin import program as anakin_program
@@ -157,14 +158,14 @@ def _device_splits(config: Config, tpu_slice: Slice) -> list[mesh_lib.Split]:
 
 
 def _trace_sebulba(config: Config, env: HostEnvironment, tpu_slice: Slice) -> TracedRun:
-    if config.stagger:
-        raise ConfigError(
-            f"stagger={config.stagger} is for environments written in JAX; set it to 0"
-        )
     hosts = _device_splits(config, tpu_slice)
     if len({tuple(map(len, split)) for split in hosts}) > 1:
         raise ConfigError(f"{tpu_slice.topology} has hosts with different numbers of devices")
-    learners = [device for split in hosts for device in split.learners]
+    # The first devices of a slice stand in for its learners: for v5e and v6e, the compiler refuses
+    # programs on a part of each host.
+    slices = np.array(tpu_slice.devices).reshape(tpu_slice.num_slices, -1)
+    per_slice = sum(len(split.learners) for split in hosts) // tpu_slice.num_slices
+    learners = list(slices[:, :per_slice].flat)
     setup = make_setup(config, env, hosts[0], learners)
     update = sebulba_program.lower_update(
         setup.learner_functions, setup.state, setup.trajectory_shapes()

@@ -105,7 +105,6 @@ def prepare(config: Config, env: HostEnvironment | None = None) -> SebulbaSetup:
     Raises:
       ConfigError: an impossible setting.
     """
-    check_settings(config)
     if env is None:
         env = make_environment(config)
     devices = mesh_lib.initialize_devices(config.cpu_devices or 1, required=config.cpu_devices > 0)
@@ -186,8 +185,9 @@ def make_setup(
       learners: the learner devices of all hosts, each of which is split in the same way.
 
     Raises:
-      ConfigError: sizes or shapes don't fit each other.
+      ConfigError: an impossible setting, or sizes or shapes that don't fit each other.
     """
+    check_settings(config)
     num_threads = len(split.actors) * config.sebulba.threads
     divisor = num_threads * len(learners)
     if config.remote.num_envs % divisor:

@@ -422,6 +422,26 @@ def test_groups_that_average_send_their_weights_to_other_slices_at_averages_only
 
 @needs_libtpu
 @pytest.mark.slow
+def test_half_of_each_hosts_cores_act_and_the_other_half_learns(libtpu):
+    sizes = {"env": "envpool:CartPole-v1", "num_envs": 192, "sebulba.learners_per_actor": 1}
+    config = config_of("cartpole.py", **sizes)
+    env = architectures.SEBULBA.make_env(config)
+    for num_slices in (1, 2):
+        tpu_slice = chips.get_slice("v5e:4x4", num_slices)
+        plan = estimate.make_plan(config, architectures.SEBULBA, env, tpu_slice)
+        update = plan.programs[-1]
+        assert (plan.cores, plan.envs_per_core) == (16 * num_slices, 24 // num_slices)
+        assert update.per_gradient_step.number > 0
+        assert (update.between_slices.bytes > 0) == (num_slices > 1)
+    averaging = dataclasses.replace(config.averaging, groups=2, every=2)
+    with pytest.raises(ConfigError, match=r"averaging\.groups=2 is for"):
+        estimate.make_plan(
+            dataclasses.replace(config, averaging=averaging), architectures.SEBULBA, env, tpu_slice
+        )
+
+
+@needs_libtpu
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_atari_learner_scales_to_a_full_pod(libtpu):
     plans = []

@@ -26,7 +26,9 @@ class StopSignals:
       number: number of the recorded signal; None before one arrives.
     """
 
-    def __init__(self):
+    def __init__(self, command: str = "the same command"):
+        """``command`` says what resumes the run, in the message of the error."""
+        self._command = command
         self.number: int | None = None
         self._previous = {}
         self._raising = False
@@ -64,11 +66,10 @@ class StopSignals:
         Args:
           update: number of updates done, after which the run was saved.
         """
+        text = f"after update {update:,}; {self._command} resumes the run"
         if self.number == signal.SIGINT:
-            return KeyboardInterrupt(f"after update {update:,}; the same command resumes the run")
-        return PreemptedError(
-            f"stopped by SIGTERM after update {update:,}; the same command resumes the run"
-        )
+            return KeyboardInterrupt(text)
+        return PreemptedError(f"stopped by SIGTERM {text}")
 
 
 @contextlib.contextmanager

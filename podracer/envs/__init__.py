@@ -1,6 +1,7 @@
 """Environments by id: ``suite:name``, or ``module:Class`` for a user's own."""
 
 import importlib.util
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -95,7 +96,9 @@ def _make_environment(
         raise ConfigError(
             f"env={env_id!r} is a host environment; train on it with python -m podracer.sebulba"
         )
-    if importlib.util.find_spec(suite.partition(".")[0]) is None:
+    module = suite.partition(".")[0]
+    # A script's or a notebook's own classes are in __main__, which find_spec() does not find.
+    if module not in sys.modules and importlib.util.find_spec(module) is None:
         raise unknown("environment suite, and no module has that name:", suite, SUITES)
     return gymnax.load(env_id, kwargs, params)
 
@@ -127,6 +130,9 @@ def make_host_environment(
         )
     if suite not in HOST_SUITES:
         error = unknown("suite of host environments", suite, HOST_SUITES)
-        raise ConfigError(f"{error}; an environment of your own is gymnasium:{suite}:NAME")
+        raise ConfigError(
+            f"{error}; an environment of your own is gymnasium:{suite}:NAME, or, if it is written "
+            "in JAX, one for python -m podracer.anakin"
+        )
     env = HOST_SUITES[suite](name, kwargs, params, newest_frame=newest_frame)
     return observe_components(env, observed, env_id)

@@ -146,6 +146,11 @@ class _Hooks:
                 episodes = jax.device_get(self._evaluate(state))
         except Interrupted:
             self.stop(state, update, pending=row)
+        except Exception:
+            # The next start evaluates first.
+            if alone:
+                self.save_last(state, update, pending=row)
+            raise
         session.write(
             {**row, **rows.of_agents(rows.of_evaluation, episodes, self._config.members)}, clock
         )
@@ -220,6 +225,8 @@ def run(
       DisplacedError: the workdir belongs to another run now.
       SaveError: metrics or the last checkpoint could not be written.
       TransientError: as ``SaveError``, for a reason that may be temporary.
+      Exception: an evaluation failed. The run was saved, unless it has several processes, which
+        can't save together after an error in one of them.
     """
     log = _RowLog(config.members, sizes, session, clock, progress.update)
     hooks = _Hooks(log, evaluate, mesh, config, sizes, session, clock)

@@ -97,7 +97,8 @@ class Session:
         self._saved_at = time.monotonic()
         self._finished = False
         self._profile = Profile(0, None)
-        self.stop = StopSignals()
+        again = "the same command"
+        self.stop = StopSignals(f"{again} without --restart" if options.restart else again)
         if options.workdir is None:
             return
         with ExitStack() as on_error:

@@ -1,6 +1,7 @@
 """Environments written in JAX: all of gymnax, a user's own, and the counting one."""
 
 import dataclasses
+import sys
 from typing import Any
 from urllib.error import URLError
 
@@ -224,6 +225,14 @@ def test_a_users_environment_by_importable_path():
     for _ in range(2):
         state, timestep = env.step(prng.key(0), state, jnp.int32(1))
     assert (float(timestep.discount), bool(timestep.first)) == (0.0, True)
+
+
+def test_an_environment_of_a_script_or_notebook_is_in_main(monkeypatch):
+    monkeypatch.setattr(sys.modules["__main__"], "Corridor", Corridor, raising=False)
+    # A script's module has no specification.
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    env = envs.make_environment("__main__:Corridor", {"length": 2}, {})
+    assert env.spec.action == Discrete(2)
 
 
 def test_a_users_environment_may_observe_a_dictionary():

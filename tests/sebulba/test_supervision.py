@@ -226,17 +226,26 @@ def test_an_update_that_hangs_stops_the_run(update, message, monkeypatch, now):
         ("hang", "hangs: stepping its pool"),
     ],
 )
-def test_an_evaluation_that_hangs_or_fails_stops_the_run(how, message, now):
+def test_an_evaluation_that_hangs_or_fails_stops_the_run_and_loses_nothing(
+    how, message, now, tmp_path
+):
     fail = hang(now, 121) if how == "hang" else how
+    pools = []
 
     def make_pool(seeds):
-        # Only the evaluation's pool has eight environments.
+        pools.append(len(seeds))
         pool = dummy.CountingPool(seeds)
-        return faulty.BrokenPool(pool, 2, fail) if len(seeds) == 8 else pool
+        # Only the evaluation's pool has eight environments; the second one works.
+        broken = len(seeds) == 8 and pools.count(8) == 1
+        return faulty.BrokenPool(pool, 2, fail) if broken else pool
 
-    env = faulty.make_environment(make_pool)
+    config, env = sebulba_config(**ALTERNATING), faulty.make_environment(make_pool)
     with pytest.raises(ActorError, match=f"^thread 'evaluation' {message}"):
-        train(sebulba_config(**ALTERNATING), env, EvaluationThread)
+        train(config, env, EvaluationThread, workdir=tmp_path)
+    result = train(config, env, EvaluationThread, workdir=tmp_path)
+    assert pools[-1] == 8
+    assert [row["step"] for row in result.metrics] == [48 * 8 * (i + 1) for i in range(10)]
+    assert result.summary["eval_episodes"] == 8
 
 
 def test_ctrl_c_ends_an_evaluation(now):

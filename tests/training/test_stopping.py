@@ -20,8 +20,8 @@ CARTPOLE = str(ROOT / "configs" / "cartpole.py")
 
 def test_ctrl_c_saves_too(tmp_path, monkeypatch):
     Stops(monkeypatch, 5, by=signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        anakin.train(resumable(checkpoint__every=0), tmp_path / "run", quiet=True)
+    with pytest.raises(KeyboardInterrupt, match="the same command without --restart resumes"):
+        anakin.train(resumable(checkpoint__every=0), tmp_path / "run", quiet=True, restart=True)
     steps = [int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir()]
     assert 6 in steps
     # The handlers of signals are restored.

@@ -5,6 +5,7 @@ import difflib
 import enum
 import inspect
 import pathlib
+import select
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -180,6 +181,13 @@ def code_of(error: BaseException | None) -> ExitCode:
     return error.code if isinstance(error, ERRORS) else ExitCode.CRASHED
 
 
+def _output_is_closed() -> bool:
+    """Whether nobody reads what is printed any more, as after ``| head``."""
+    poll = select.poll()
+    poll.register(1)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
 def run_command(command: Callable[[], Any]) -> ExitCode:
     """Runs a command and returns the exit code.
 
@@ -196,6 +204,8 @@ def run_command(command: Callable[[], Any]) -> ExitCode:
         print(f"interrupted {error}".rstrip(), file=sys.stderr)
         return ExitCode.INTERRUPTED
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _output_is_closed():
+            return ExitCode.CRASHED
         # Printed here, because Python would first wait for threads and other processes.
         error.add_note(see(CRASH))
         traceback.print_exc()

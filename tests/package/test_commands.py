@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -57,6 +58,16 @@ def test_the_help_lists_all_commands(monkeypatch, capsys):
 def test_the_version_is_printed(monkeypatch, capsys):
     assert main(monkeypatch, "--version") == ExitCode.OK
     assert capsys.readouterr().out == f"podracer {podracer.__version__}\n"
+
+
+def test_output_that_nobody_reads_is_no_crash():
+    """As with ``podracer --help | true``."""
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as closed:
+        command = [sys.executable, "-m", "podracer", "--help"]
+        run = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, check=False)
+    assert (run.returncode, run.stderr) == (ExitCode.CRASHED, b"")
 
 
 def test_an_unknown_command_is_rejected_with_the_nearest_one(monkeypatch, capsys):

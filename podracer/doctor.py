@@ -7,8 +7,8 @@ settings. Nothing is compiled or written. The exit code is 2 if something would 
 import json
 import sys
 import textwrap
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import podracer
 from podracer.errors import ArgumentParser, ConfigError, run_command
@@ -28,15 +28,17 @@ def _print(finding: diagnosis.Finding) -> None:
     print(*map(wrap.fill, [head + finding.text, *advice]), sep="\n", flush=True)
 
 
-def _prepare(architecture: str) -> Any:
-    # Imported only here, when it is first used, as it imports JAX.
-    return getattr(podracer, architecture).trainer.prepare
+def _check(arguments: Sequence[str]) -> Iterator[diagnosis.Finding]:
+    # It imports JAX, which may be what fails.
+    from podracer.training.config_diagnosis import check_config
+
+    return check_config(arguments, lambda name: getattr(podracer, name).trainer.prepare)
 
 
 def _command(argv: Sequence[str] | None) -> None:
     args, config = PARSER.parse_known_args(argv)
     findings = []
-    for finding in diagnosis.diagnose(args.workdir, config, _prepare):
+    for finding in diagnosis.diagnose(args.workdir, partial(_check, config) if config else None):
         findings.append(finding)
         if not args.json:
             _print(finding)

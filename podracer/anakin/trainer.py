@@ -49,10 +49,10 @@ def train(
     """
     parsed = config_lib.parse(config)
     with open_session("anakin", prepare, parsed, workdir, options) as (program, session, clock):
+        exchange = Exchange(parsed, session.processes.count)
         compiled, state, progress = compile_and_restore(
             lambda: compile_program(program, parsed), session, clock, program.agent
         )
-        exchange = Exchange(parsed, session.processes.count)
         result = loop.run(
             exchange.join(state, progress.update),
             progress,

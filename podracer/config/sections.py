@@ -118,6 +118,11 @@ class AveragingConfig:
             raise ConfigError(
                 f"averaging.outer_momentum must be in [0, 1), got {self.outer_momentum}"
             )
+        if "://" in self.folder:
+            raise ConfigError(
+                f"averaging.folder={self.folder} must be a folder of a file system that all runs "
+                "share"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -63,7 +63,16 @@ def _read(name: str, file: str) -> bytes:
         raise ConfigError(f"{name}={file} can't be read: {error.strerror}") from error
 
 
-def check_open(options: RemoteConfig, token: str) -> None:
+def check_server(options: RemoteConfig, token: str) -> None:
+    """Raises ``ConfigError`` if a server would not start, or if strangers could connect to it."""
+    import_grpc()
+    if options.listen:
+        check_address("remote.listen", options.listen)
+    _check_open(options, token)
+    server_credentials(options)
+
+
+def _check_open(options: RemoteConfig, token: str) -> None:
     """Raises ``ConfigError`` if strangers could connect, unless the user said that they may."""
     if not options.listen or is_loopback(options.listen) or options.insecure:
         return

@@ -169,7 +169,7 @@ class Server:
         Raises:
           ConfigError: the address can't be listened at, or strangers could connect.
         """
-        access.check_open(options, token)
+        access.check_server(options, token)
         self._options, self._handler, self._token, self._warn = options, handler, token, warn
         self._streams: dict[Stream, Any] = {}
         self._starts: dict[int, None] = {}
@@ -201,7 +201,6 @@ class Server:
             maximum_concurrent_rpcs=options.max_workers,
         )
         address = options.listen or "127.0.0.1:0"
-        access.check_address("remote.listen", address)
         credentials = access.server_credentials(options)
         try:
             if credentials:

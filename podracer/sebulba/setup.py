@@ -16,6 +16,7 @@ from podracer.config.sections import OFF_POLICY
 from podracer.config.sizes import Sizes, cpu_cores, make_sizes
 from podracer.distributed import mesh as mesh_lib
 from podracer.errors import ConfigError
+from podracer.remote import access
 from podracer.sebulba import program
 from podracer.sebulba.program import ActorShapes, LearnerFunctions, SebulbaState
 from podracer.training import builder, memory
@@ -105,6 +106,8 @@ def prepare(config: Config, env: HostEnvironment | None = None) -> SebulbaSetup:
     Raises:
       ConfigError: an impossible setting.
     """
+    if config.remote.num_envs:
+        access.check_server(config.remote, access.read_token(config.remote.token_file))
     if env is None:
         env = make_environment(config)
     devices = mesh_lib.initialize_devices(config.cpu_devices or 1, required=config.cpu_devices > 0)

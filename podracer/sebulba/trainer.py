@@ -64,12 +64,12 @@ def train(
     opened = open_session("sebulba", lambda config, _: prepare(config), parsed, workdir, options)
     with opened as (setup, session, clock):
         heartbeat = session.processes.show_progress
+        exchange = Exchange(parsed, session.processes.count)
         compiled, state, progress = compile_and_restore(
             lambda: compile_programs(setup), session, clock, setup.components.agent
         )
         if progress.update:
             session.log("environments start new episodes, because host environments can't be saved")
-        exchange = Exchange(parsed, session.processes.count)
         state = exchange.join(state, progress.update)
         with make_supervisor(parsed.sebulba, session.warn) as supervisor:
             # Remote workers may keep the learner waiting for ever. Several processes stop together.

@@ -10,17 +10,16 @@ import os
 import pathlib
 import platform
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from packaging.requirements import Requirement
 
 import podracer
-from podracer.errors import DISTRIBUTION, PACKAGE, ConfigError, TransientError
+from podracer.errors import DISTRIBUTION, PACKAGE
 from podracer.monitoring.formatting import size
 from podracer.storage.workdir import versions
 
@@ -325,62 +324,14 @@ def check_variables(environment: Mapping[str, str]) -> Iterator[Finding]:
             yield Finding("warning", "variables", text, "keep one of them")
 
 
-def check_config(
-    arguments: Sequence[str], prepare: Callable[[str], Callable[[Any], Any]]
-) -> Iterator[Finding]:
-    """Whether a run would start with these settings; nothing is compiled.
-
-    Args:
-      arguments: ``--config=FILE`` and the changes of its values.
-      prepare: the function that sets up a run, by the name of its architecture.
-    """
-    from podracer import config as config_lib
-    from podracer import envs
-    from podracer.monitoring import writers
-    from podracer.training import command_line, memory
-
-    try:
-        given, path, _ = command_line.parse_config("doctor", {}, ["doctor", *arguments])
-        config = config_lib.parse(given)
-        writers.check(config.logging)
-        setup = prepare(envs.architecture(config.env))(config)
-        memory.check(setup.memory, config)
-    except (ConfigError, TransientError) as error:
-        yield Finding("problem", "config", str(error), error.__notes__[0])
-        return
-    updates = f"{setup.sizes.num_updates:,} updates, {setup.sizes.total_steps:,} steps"
-    yield Finding("ok", "config", f"{path}: {config.agent} in {config.env}, {updates}")
-    if config.remote.num_envs:
-        yield from check_listening(config.remote.listen)
-
-
-def check_listening(address: str) -> Iterator[Finding]:
-    """Whether workers on other machines could connect."""
-    wrong = unmet(Requirement("grpcio"))
-    if wrong:
-        yield Finding("problem", "remote", "; ".join(wrong), f"{INSTALL} -e '.[remote]'")
-    if not address:
-        return
-    host, _, port = address.rpartition(":")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        socket.create_server((host.strip("[]"), int(port)), family=family).close()
-    except OSError as error:
-        text = f"remote.listen={address} can't be listened at: {error.strerror or error}"
-        yield Finding("problem", "remote", text, "choose another port, or this machine's address")
-    else:
-        yield Finding("ok", "remote", f"{address} is free; a firewall may still close it to others")
-
-
 def diagnose(
-    workdir: str, arguments: Sequence[str], prepare: Callable[[str], Callable[[Any], Any]]
+    workdir: str, check_config: Callable[[], Iterator[Finding]] | None = None
 ) -> Iterator[Finding]:
     """All findings, in the order in which people look for causes.
 
     Args:
       workdir: the folder that a run would write to.
-      arguments: see ``check_config``, which is left out if they are empty.
-      prepare: see ``check_config``.
+      check_config: checks a run's settings, if JAX works.
     """
     yield from check_versions()
     yield from check_extras()
@@ -392,7 +343,7 @@ def diagnose(
     temporary, cache = tempfile.gettempdir(), probed.found.get("cache")
     yield from check_folders({"workdir": workdir, "temporary": temporary, "cache": cache})
     yield from check_variables(os.environ)
-    if arguments and probed.error:
+    if check_config and probed.error:
         yield Finding("note", "config", "not checked, because JAX fails")
-    elif arguments:
-        yield from check_config(arguments, prepare)
+    elif check_config:
+        yield from check_config()

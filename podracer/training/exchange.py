@@ -83,11 +83,6 @@ class Exchange:
                 f"averaging.folder={settings.folder} averages runs of one process each, and this "
                 f"run has {num_processes}"
             )
-        if self.on and "://" in settings.folder:
-            raise ConfigError(
-                f"averaging.folder={settings.folder} must be a folder of a file system that all "
-                "runs share"
-            )
         self._seed, self._name = config.seed, f"seed_{config.seed}.npz"
         self._writer, self._has_written = uuid.uuid4().hex, False
         optimizer = averaging.make_outer(settings.outer_rate, settings.outer_momentum)

@@ -223,10 +223,8 @@ def run(
       DriftError: devices no longer hold the same weights.
       PreemptedError, KeyboardInterrupt: SIGTERM or SIGINT arrived, and the run was saved.
       DisplacedError: the workdir belongs to another run now.
-      SaveError: metrics or the last checkpoint could not be written.
-      TransientError: as ``SaveError``, for a reason that may be temporary.
-      Exception: an evaluation failed. The run was saved, unless it has several processes, which
-        can't save together after an error in one of them.
+      SaveError, TransientError: metrics or the last checkpoint could not be written.
+      Exception: of an evaluation; the run was saved, if it has one process only.
     """
     log = _RowLog(config.members, sizes, session, clock, progress.update)
     hooks = _Hooks(log, evaluate, mesh, config, sizes, session, clock)

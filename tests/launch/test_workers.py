@@ -704,7 +704,7 @@ def test_page_makes_certificates_that_work(tmp_path, monkeypatch):
         assert flag in PAGE
     listen = {"num_envs": 1, "listen": "0.0.0.0:5000"}
     plain, mutual = RemoteConfig(**listen, **flags), RemoteConfig(**listen, **asking)
-    access.check_open(plain, access.read_token("token"))
+    access.check_server(plain, access.read_token("token"))
     assert connects(plain, "learner.crt", name="learner-host")
     assert not connects(plain, "learner.crt", name="another-host")
     assert not connects(plain, "worker.crt", name="learner-host")

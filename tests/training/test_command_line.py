@@ -405,6 +405,7 @@ def test_environment_parameters_come_from_the_config():
         ({"network": {"hidden": (1, "a")}}, "network.hidden must be a tuple of whole numbers"),
         ({"ppo": {"clp": 1}}, r"unknown config key 'ppo\.clp'; did you mean ppo\.clip"),
         ({"evaluation": {"episodes": 0}}, "evaluation.episodes"),
+        ({"averaging": {"folder": "gs://bucket/x"}}, "must be a folder of a file system"),
         ({"numenvs": 3}, "did you mean num_envs"),
     ],
 )

@@ -10,9 +10,10 @@ from collections import namedtuple
 import pytest
 from packaging.requirements import Requirement
 
+import podracer
 from podracer import doctor
 from podracer.errors import ExitCode
-from podracer.training import diagnosis
+from podracer.training import config_diagnosis, diagnosis
 from podracer.training.diagnosis import Finding, Probe
 from tests.helpers import is_one_error
 
@@ -64,13 +65,21 @@ def test_a_config_is_set_up_without_compiling(monkeypatch):
 
     def prepare(architecture):
         called.append(architecture)
-        return doctor._prepare(architecture)
+        return getattr(podracer, architecture).trainer.prepare
 
     arguments = ["--config=cartpole", "--config.network.hidden=(8,)"]
-    (found,) = diagnosis.check_config(arguments, prepare)
+    (found,) = config_diagnosis.check_config(arguments, prepare)
     assert found.state == "ok"
     assert "ppo in gymnax:CartPole-v1, " in found.text
     assert called == ["anakin"]
+
+
+def test_an_environment_that_fails_when_it_is_traced():
+    def prepare(_):
+        return lambda _: 1 / 0
+
+    (found,) = config_diagnosis.check_config(["--config=cartpole"], prepare)
+    assert (found.state, found.text) == ("problem", "ZeroDivisionError: division by zero")
 
 
 def test_a_flag_that_xla_does_not_know_is_named(monkeypatch):
@@ -195,7 +204,7 @@ def test_a_container_with_a_quota_of_cpu_time(quota, state, tmp_path):
 def test_an_address_that_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
-        (taken,) = diagnosis.check_listening(address)
-    (free,) = diagnosis.check_listening(address)
+        (taken,) = config_diagnosis.check_listening(address)
+    (free,) = config_diagnosis.check_listening(address)
     assert (taken.state, free.state) == ("problem", "ok")
     assert address in taken.text

@@ -188,7 +188,7 @@ def _progress(view: View, age: float) -> RenderableType:
     table.add_column(no_wrap=True)
     step, total = view.row.get("step", view.first_step), max(1, view.total_steps)
     left = seconds_left(view)
-    text = f"starting, {duration(age)}" if not view.row else f"{step / total:4.0%}"
+    text = f"starting, {duration(age)}" if not view.row else f"{min(step / total, 1):4.0%}"
     if view.row and step >= total:
         text += f" in {duration(view.row['wall_time'])}"
     elif left is not None:

@@ -86,7 +86,7 @@ def train_in_turn(
             folder.keep(-1)
             folder.append(last)
             folder.dump(workdir_lib.SUMMARY, summary)
-    if report:
+    if "report" in report:
         log(report["report"])
     else:
         interval = summary.get("eval_return_interval")

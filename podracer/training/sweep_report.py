@@ -1,4 +1,4 @@
-"""What a sweep has found: its members, the best settings, and the best member's ancestors."""
+"""What several agents have found: their returns, the best settings, the ancestors of the best."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,16 +18,16 @@ SHOWN = 5
 
 
 def make_report(config: Config, rows: Sequence[Row]) -> dict[str, Any]:
-    """What the summary of a sweep or a population has in addition: settings and final evaluation of
-    each member, the number of the best one, its ancestors if there were selections, the mean of
-    each point with several seeds, and what to print.
+    """What the summary of several agents has in addition: settings and final evaluation of each; of
+    a sweep or a population also the number of the best one, its ancestors if there were selections,
+    the mean of each point with several seeds, and what to print.
 
     Args:
       config: the run's configuration.
       rows: all rows of metrics.
     """
     last, selects = rows[-1], config.selection.every > 0
-    if not config.sweep and not selects:
+    if len(config.members) == 1:
         return {}
     points = [point.at(last) for point in config.points]
     members = [member for point in points for member in point.members]
@@ -41,6 +41,8 @@ def make_report(config: Config, rows: Sequence[Row]) -> dict[str, Any]:
         }
         for member in members
     ]
+    if not config.sweep and not selects:
+        return {"members": found}
     # With Sebulba, a run that has diverged has no final evaluation.
     returns = comparable([last.get(f"{member.name}/{EVALUATION}", -np.inf) for member in members])
     best, returns = int(returns.argmax()), returns.reshape(len(points), -1)

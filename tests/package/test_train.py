@@ -52,6 +52,10 @@ def test_several_agents_have_the_first_ones_policy():
     # In the environment's own units.
     assert action.shape == (1,)
     assert -2 <= action.item() <= 2
+    members = result.summary["members"]
+    assert [each["seed"] for each in members] == [0, 1]
+    mean = np.mean([each["eval_return_mean"] for each in members])
+    assert mean == pytest.approx(result.summary["eval_return_mean"])
 
 
 @pytest.mark.parametrize(

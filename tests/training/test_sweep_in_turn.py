@@ -67,7 +67,7 @@ def test_each_agent_is_a_run_of_its_own_and_the_command_resumes_them(tmp_path, m
 def test_seeds_are_reported_by_their_mean(capsys):
     result = train(sebulba_config(**SWEEP, num_seeds=2))
     assert re.search(r"evaluation [\d.]+ ± [\d.]+ over 2 seeds\n$", capsys.readouterr().out)
-    assert "members" not in result.summary
+    assert [each["name"] for each in result.summary["members"]] == ["seed_0", "seed_1"]
 
 
 def test_one_that_diverges_does_not_end_the_others(tmp_path):

@@ -65,7 +65,14 @@ def _is_like(x: ArrayTree, spec: ArrayTree) -> bool:
 
 def _observe(env: Environment | HostEnvironment, observation: ArrayTree) -> ArrayTree:
     """An observation as agents see it; raises ``ConfigError`` if it is not the environment's."""
-    spec, seen = env.spec.observation, env.observe(observation)
+    spec = env.spec.observation
+    try:
+        seen = env.observe(observation)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"an observation {_describe(observation)} is not one of this environment, from which "
+            f"the agent gets {_describe(spec)}: {error}"
+        ) from error
     if not _is_like(seen, spec):
         raise ConfigError(
             f"an observation {_describe(observation)} becomes {_describe(seen)} for the agent, "

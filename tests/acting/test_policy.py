@@ -14,6 +14,7 @@ from podracer.acting import evaluation, unroll
 from podracer.acting.policy import Policy
 from podracer.agents import normalization
 from podracer.envs import spaces
+from podracer.errors import ConfigError
 from podracer.training import builder
 from tests.helpers import make_config
 
@@ -189,6 +190,15 @@ def test_a_policy_takes_no_illegal_action(agent):
         policy({"sign": np.zeros(1, np.float32)})
     with pytest.raises(ValueError, match=r"an observation float32\[1\] becomes float32\[1\] for"):
         policy(np.zeros(1, np.float32))
+
+
+def test_a_dictionary_that_lacks_a_value_is_rejected():
+    name, params = "gymnasium:tests.envs.dictionaries:Dictionary-v0", {"channels": "first"}
+    env = envs.make_host_environment(name, {}, params)
+    made = builder.make_agent(make_config(network__torso="minatar"), env.spec)
+    policy = Policy(made, jax.jit(made.init)(jax.random.key(0)), env)
+    with pytest.raises(ConfigError, match="an observation {'image': .*} is not one of this"):
+        policy({"image": np.zeros((3, 6, 5), np.uint8)})
 
 
 def test_weights_and_observations_of_other_shapes_are_rejected():

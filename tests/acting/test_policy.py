@@ -197,7 +197,7 @@ def test_a_dictionary_that_lacks_a_value_is_rejected():
     env = envs.make_host_environment(name, {}, params)
     made = builder.make_agent(make_config(network__torso="minatar"), env.spec)
     policy = Policy(made, jax.jit(made.init)(jax.random.key(0)), env)
-    with pytest.raises(ConfigError, match="an observation {'image': .*} is not one of this"):
+    with pytest.raises(ConfigError, match=r"an observation \{.*\} is not one of this"):
         policy({"image": np.zeros((3, 6, 5), np.uint8)})
 
 

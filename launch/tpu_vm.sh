@@ -98,11 +98,16 @@ for argument; do [[ $argument != --workdir=* ]] || workdir=${argument#*=}; done
   reject "--name, --zone and --accelerator_type are required"
 [[ $workdir == gs://* ]] ||
   reject "the command needs --workdir=gs://BUCKET/..., which all workers can reach; got '$workdir'"
+[[ $workdir =~ ^gs://[a-z0-9][a-z0-9._-]+(/|$) ]] ||
+  reject "$workdir (--workdir) names no bucket; names have lower-case letters, digits, '-', '_' and '.'"
+[[ $name =~ ^[a-z][a-z0-9-]*$ ]] ||
+  reject "--name=$name must begin with a letter and have lower-case letters, digits and '-' only"
 [[ -d $source || $source == *://* ]] || reject "--source=$source is neither a folder nor a URL"
 ! $keep || ! $self_delete || reject "--keep and --self_delete exclude each other"
 for option in max_restarts backoff retry_for patience report_timeout; do
   [[ ${!option} =~ ^[0-9]+$ ]] || reject "--$option=${!option} is not a whole number"
 done
+[[ $poll =~ ^[0-9.]*[1-9][0-9.]*$ ]] || reject "--poll=$poll is not a positive number"
 type=none
 [[ ! $accelerator_type =~ ^(v[0-9a-z]+)-[0-9]+$ ]] || type=${BASH_REMATCH[1]}
 case $type in

@@ -509,6 +509,8 @@ def test_tpu_vm_chooses_the_runtime_version(cloud):
     [
         (["--source=no/such"], "--source=no/such is neither a folder nor a URL"),
         (["--patience=1h"], "--patience=1h is not a whole number"),
+        (["--poll=x"], "--poll=x is not a positive number"),
+        (["--name=My_run"], "--name=My_run must begin with a letter and have lower-case"),
         (["--keep", "--self_delete"], "--keep and --self_delete exclude each other"),
         (["--accelerator_type=v5e-16"], "known: v2-N, v3-N, v4-N, v5litepod-N, v5p-N and v6e-N"),
         (["--accelerator_type=v6e"], "unknown --accelerator_type=v6e;"),
@@ -526,6 +528,9 @@ def test_tpu_vm_rejects_what_cannot_run_before_anything_is_billed(cloud):
     code, _, errors = finished(tpu_vm(cloud, [], workdir="runs/pod"))
     assert code == 2
     assert "gs://BUCKET/..., which all workers can reach; got 'runs/pod'" in errors
+    code, _, errors = finished(tpu_vm(cloud, [], workdir="gs://BUCKET/pod"))
+    assert code == 2
+    assert "gs://BUCKET/pod (--workdir) names no bucket" in errors
     assert not calls(cloud)
     (cloud / "slices/pod").mkdir(parents=True)
     (cloud / "slices/pod/state").write_text("ACTIVE")

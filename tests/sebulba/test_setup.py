@@ -109,14 +109,6 @@ def test_configs_fit_hosts_of_any_size(name, count):
         ({"num_envs": 48, "num_minibatches": 7}, "num_minibatches=7 does not divide the 64 items"),
         ({"stagger": 5, "num_envs": 48}, "stagger=5 is for environments written in JAX"),
         ({"sebulba__free_running": True}, "which agent='ppo' does not correct for"),
-        (
-            {"agent": "vtrace", "remote__num_envs": 96, "remote__listen": "0.0.0.0:5000"},
-            "which needs remote.tls_cert and remote.tls_key, and a token in",
-        ),
-        (
-            {"agent": "vtrace", "remote__num_envs": 96, "remote__listen": "5000"},
-            "remote.listen='5000' must be HOST:PORT",
-        ),
         ({"sebulba__lag": 2}, "sebulba.lag must be 0 or 1, got 2"),
         ({"sebulba__threads": 0}, "sebulba.threads must be positive, got 0"),
         ({"sebulba__timeout_s": -1.0}, r"sebulba.timeout_s must be positive, got -1\.0"),

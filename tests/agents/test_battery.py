@@ -215,7 +215,7 @@ RECURRENT = [v for v in VARIANTS if v[2] != "none"]
 @pytest.mark.parametrize(
     ("agent", "continuous", "core"),
     [
-        v if v == ("ppo", False, "gru") else pytest.param(*v, marks=WEEKLY)
+        pytest.param(*v, marks=pytest.mark.slow if v == ("ppo", False, "gru") else WEEKLY)
         # One without memory, for which the probe must be too hard.
         for v in [*RECURRENT, ("ppo", False, "none")]
     ],

@@ -295,7 +295,9 @@ REPLAY = {
 }
 
 
-@pytest.mark.parametrize("name", REPLAY)
+@pytest.mark.parametrize(
+    "name", [x if x != "d4pg" else pytest.param(x, marks=pytest.mark.slow) for x in REPLAY]
+)
 def test_an_update_of_an_agent_with_replay_is_that_of_rlax_and_optax(name):
     make_case, action, changes = REPLAY[name]
     config = make_config(

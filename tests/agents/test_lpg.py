@@ -14,7 +14,7 @@ CONFIG = lpg.Config(predictions=3, units=5, embedding=4)
 T, B, GAMMA = 14, 3, 0.9
 
 
-@pytest.mark.parametrize("next_step", [False, True])
+@pytest.mark.parametrize("next_step", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_rule_reads_each_episode_alone(next_step):
     """Beside a call for each part of the stream that belongs together."""
     rng = np.random.default_rng(0)

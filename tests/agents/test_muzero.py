@@ -202,6 +202,7 @@ def test_the_target_network_refreshes_what_the_actor_found(bootstrap, reanalyze)
     assert len(positions) == 2
 
 
+@pytest.mark.slow
 def test_a_reanalysed_policy_is_what_a_search_finds():
     """The loss of one item alone, whose policy was searched again, by that policy."""
     _, agent, _ = make_agent(muzero__reanalyze=1.0)

@@ -126,6 +126,7 @@ def test_groups_learn_the_same_on_any_devices(changes, on_one_device):
             np.testing.assert_allclose(a[name], b[name], rtol=1e-3, atol=1e-4, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_group_that_diverges_has_no_part_and_goes_on_from_the_others():
     whole = config(averaging__outer_rate=1.0, averaging__outer_momentum=0.0)
     program = trainer.prepare(whole)

@@ -62,13 +62,12 @@ def shared_programs(monkeypatch):
     monkeypatch.setattr(trainer, "compile_program", shared_compile)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"agent": "vtrace", "network__core": "gru"},
-        MUZERO,
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"agent": "vtrace", "network__core": "gru"}, marks=pytest.mark.slow),
+        pytest.param(MUZERO, marks=pytest.mark.weekly),
     ],
     ids=str,
 )

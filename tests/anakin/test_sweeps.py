@@ -330,6 +330,7 @@ def test_a_return_that_is_not_a_number_is_never_the_best(tmp_path):
     assert comparable(returns).max() == 2
 
 
+@pytest.mark.slow
 def test_one_that_diverges_learns_no_more_and_the_others_go_on(tmp_path):
     # The second one's values overflow.
     sweep = {"value_cost": [0.5, 1e38, 0.25]}
@@ -362,6 +363,7 @@ def run_sweep(workdir, *more: str) -> int:
     return command_line.main(anakin.train, ["anakin", f"--config={CARTPOLE}", *flags])
 
 
+@pytest.mark.slow
 def test_the_command_line_trains_and_evaluates_a_sweep(tmp_path, capsys):
     def run(population, *more):
         changes = ["sweep.ppo.clip=[0.1,0.2]", f"population={population}", "updates_per_call=2"]

@@ -57,22 +57,29 @@ OWN = {
 }
 
 
-@pytest.mark.slow
+# A Sebulba host has one actor and one learner.
+SLOW = [
+    ("anakin", "dqn", 2, 4),
+    ("anakin", "r2d2", 2, 4),
+    ("anakin", "vtrace", 4, 8),
+    ("sebulba", "d4pg", 2, 2),
+    ("sebulba", "ppo", 2, 2),
+    ("sebulba", "vtrace", 4, 4),
+]
+WEEKLY = [
+    ("anakin", "d4pg", 2, 4),
+    ("anakin", "muzero", 2, 4),
+    ("sebulba", "dqn", 2, 2),
+    ("sebulba", "r2d2", 2, 2),
+]
+
+
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("architecture", "agent", "count", "learners"),
     [
-        ("anakin", "d4pg", 2, 4),
-        ("anakin", "dqn", 2, 4),
-        ("anakin", "muzero", 2, 4),
-        ("anakin", "r2d2", 2, 4),
-        ("anakin", "vtrace", 4, 8),
-        # Each host has one actor and one learner.
-        ("sebulba", "dqn", 2, 2),
-        ("sebulba", "d4pg", 2, 2),
-        ("sebulba", "ppo", 2, 2),
-        ("sebulba", "r2d2", 2, 2),
-        ("sebulba", "vtrace", 4, 4),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in SLOW),
+        *(pytest.param(*x, marks=pytest.mark.weekly) for x in WEEKLY),
     ],
 )
 def test_several_processes_learn_what_one_does(architecture, agent, count, learners, tmp_path):

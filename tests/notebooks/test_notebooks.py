@@ -76,7 +76,7 @@ def check_pictures(name: str, notebook: Any) -> None:
         assert picture.format != "GIF" or picture.n_frames > 1
 
 
-@pytest.mark.weekly
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", BUDGETS)
 def test_runs_from_top_to_bottom(name, tmp_path):

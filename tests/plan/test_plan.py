@@ -124,6 +124,7 @@ class CpuSlice(chips.Slice):
         return 1
 
 
+@pytest.mark.slow
 def test_fewer_agents_are_tried_where_several_learn_at_once(monkeypatch):
     """The config says 0, which is all six that each of the two devices has."""
     tpu_slice = CpuSlice("v3:1x1", 1, chips.CHIPS["v3"], jax.devices()[:2])

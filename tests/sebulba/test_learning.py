@@ -63,7 +63,7 @@ def make_anakin(monkeypatch, masked=False, **changes):
         pytest.param("r2d2", "lstm", "masked", marks=pytest.mark.slow),
         pytest.param("d4pg", "none", "counting", marks=pytest.mark.slow),
         pytest.param("q_lambda", "gru", "masked", marks=pytest.mark.slow),
-        pytest.param("muzero", "none", "masked", marks=pytest.mark.slow),
+        pytest.param("muzero", "none", "masked", marks=pytest.mark.weekly),
     ],
 )
 def test_without_lag_sebulba_makes_the_updates_of_anakin(agent, core, env, monkeypatch):
@@ -114,7 +114,7 @@ def test_an_actor_thread_collects_the_trajectories_of_anakin(monkeypatch):
 
 
 SPLITS = [
-    ((0, 1), tuple(range(2, 8)), 2),
+    pytest.param((0, 1), tuple(range(2, 8)), 2, marks=pytest.mark.slow),
     pytest.param((0,), tuple(range(1, 8)), 4, marks=pytest.mark.slow),
     pytest.param((0, 1, 2, 3), (4, 5, 6, 7), 1, marks=pytest.mark.slow),
 ]
@@ -150,6 +150,7 @@ def test_devices_do_not_change_what_is_learned(agent, actors, learners, threads)
 PIPELINE = {"num_envs": 24, "total_steps": 8 * 24 * 8, **TWO_AND_TWO}
 
 
+@pytest.mark.slow
 def test_timing_changes_nothing(monkeypatch):
     """Two runs with one seed give the same bits, with random delays in actors and learner."""
     publish = learner.Learner.publish
@@ -292,6 +293,7 @@ def test_running_free_actors_do_not_wait_for_a_slow_learner(monkeypatch):
     assert rows[-1]["train/episode_return"] > 6
 
 
+@pytest.mark.slow
 def test_a_dictionary_of_gymnasium_s_with_a_mask_is_learned_from():
     """An illegal action would be an error in the environment."""
     config = sebulba_config(

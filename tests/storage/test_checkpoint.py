@@ -30,7 +30,7 @@ def no_wait(monkeypatch):
 
 def test_the_newest_and_the_best_checkpoints_stay(tmp_path):
     run = resumable(
-        env="dummy:choice", total_steps=16 * 8 * 30, evaluation__every=3, evaluation__greedy=False,
+        env="dummy:choice", total_steps=16 * 8 * 12, evaluation__every=2, evaluation__greedy=False,
         evaluation__episodes=64, learning_rate=0.01, checkpoint__keep=3,
     )  # fmt: skip
     result = anakin.train(run, tmp_path / "run", quiet=True)
@@ -41,9 +41,9 @@ def test_the_newest_and_the_best_checkpoints_stay(tmp_path):
     }
     best = max(scores, key=lambda update: scores[update])
     there = {int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir()}
-    assert there == {28, 29, 30, best}
+    assert there == {10, 11, 12, best}
     like = jax.eval_shape(lambda: result.weights)
-    assert checkpoint.load_weights(tmp_path / "run", "last", like)[1] == 30
+    assert checkpoint.load_weights(tmp_path / "run", "last", like)[1] == 12
     weights, update = checkpoint.load_weights(tmp_path / "run", "best", like)
     assert update == best
     assert jax.tree.structure(weights) == jax.tree.structure(result.weights)

@@ -161,6 +161,7 @@ def test_a_file_system_without_hard_links_is_named(tmp_path, monkeypatch):
         Run(tmp_path, 0, 0.0, 1.0)
 
 
+@pytest.mark.slow
 def test_runs_of_both_architectures_average(tmp_path, monkeypatch):
     shared = {"averaging__folder": str(tmp_path), "averaging__every": 2, "total_steps": 8 * 8 * 4}
     with monkeypatch.context() as patch:

@@ -59,7 +59,7 @@ def test_cartpole_is_learned_by_vtrace_with_every_seed(tmp_path):
     assert min(returns) > 400
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_cartpole_is_learned_by_sebulba_too(tmp_path):
     arguments = ["--config.env=envpool:CartPole-v1", "--config.agent=vtrace"]
     assert final_return(tmp_path, *arguments, architecture="sebulba") >= 475

@@ -117,7 +117,7 @@ def test_a_seed_is_one_set_of_episodes(left_by):
     [
         (anakin.train, {"env": "gymnax:CartPole-v1", "network__core": "gru"}),
         # Environments of a group explore at its rates.
-        (
+        pytest.param(
             anakin.train,
             {
                 "agent": "dqn",
@@ -126,6 +126,7 @@ def test_a_seed_is_one_set_of_episodes(left_by):
                 "dqn__epsilon": 0.5,
                 "replay__begin": 200,
             },
+            marks=pytest.mark.slow,
         ),
         pytest.param(sebulba.train, {"env": "envpool:CartPole-v1"}, marks=pytest.mark.slow),
     ],

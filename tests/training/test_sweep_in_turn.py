@@ -21,6 +21,7 @@ SWEEP = {"num_envs": 4, "total_steps": 4 * 8 * 3, "evaluation__episodes": 2, **S
 EVALUATION = "eval/episode_return"
 
 
+@pytest.mark.slow
 def test_each_agent_is_a_run_of_its_own_and_the_command_resumes_them(tmp_path, monkeypatch, capsys):
     whole = sebulba_config(**SWEEP, sweep={"learning_rate": [1e-3, 1e-2]}, num_seeds=2, seed=5)
     Stops(monkeypatch, 1)

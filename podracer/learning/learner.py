@@ -13,6 +13,7 @@ import optax
 from flax import struct
 
 from podracer.types import Agent, Array, ArrayTree, Devices, LossAux, TrainState, Trajectory
+from podracer.xla_cpu.raveling import ravel
 
 # ``jax.random.split`` folds small numbers into a key, and sources may split the key of an update.
 # The keys of its gradient steps come from a number that no split reaches.
@@ -72,7 +73,8 @@ def _make_gradient_step(
         aux: LossAux
         grads, aux = jax.grad(agent.loss, has_aux=True)(params, train_state, batch, loss_key)
         grads, metrics, stop = devices.mean((grads, {**aux.metrics, **sampled}, aux.stop))
-        metrics = {**metrics, "grad_norm": optax.tree.norm(grads)}
+        # Of one vector, as the optimizer's, so that the compiler computes it once for both.
+        metrics = {**metrics, "grad_norm": optax.tree.norm(ravel(grads)[0])}
         updates, opt_state = optimizer.update(grads, train_state.opt_state, params)
         updates = optax.tree.scale(schedule(train_state.step), updates)
         new = (optax.apply_updates(params, updates), opt_state)

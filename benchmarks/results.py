@@ -37,7 +37,7 @@ def train(task: Task, seed: int, folder: pathlib.Path, cores: Sequence[int]) -> 
     pinned = ["taskset", "--cpu-list", ",".join(map(str, cores)), sys.executable, *command]
     process = subprocess.run([*pinned, "--quiet", f"--workdir={workdir}"], cwd=results_lines.ROOT)
     if process.returncode == 0:
-        line = results_lines.read_line(task.name, seed, shown, len(cores), workdir)
+        line = results_lines.read_line(task.name, seed, shown, len(cores), workdir, task.metric)
         results_lines.append(line, results_lines.LINES)
         print(f"return {line.episode_return:.4g} in {line.seconds:.0f} s: {shown}", flush=True)
     return process.returncode

@@ -38,7 +38,8 @@ class Line(NamedTuple):
       steps_per_second: training speed without compilation.
       episode_return: mean return of the final evaluation.
       episodes: number of its episodes.
-      curve: "step", "wall_time" (seconds) and "return" (of training), ``[POINTS]`` or fewer each.
+      curve: "step", "wall_time" (seconds) and "return" (of training, or of evaluations, as the task
+        says), ``[POINTS]`` or fewer each.
     """
 
     task: str
@@ -98,11 +99,16 @@ def thin(x: Mapping[str, np.ndarray], returns: np.ndarray) -> dict[str, list[flo
 
 
 def read_line(
-    task: str, seed: int, command: str, num_cores: int, folder: str | os.PathLike[str]
+    task: str,
+    seed: int,
+    command: str,
+    num_cores: int,
+    folder: str | os.PathLike[str],
+    metric: str = RETURN,
 ) -> Line:
-    """The line of the run in a workdir, which has ended."""
+    """The line of the run in a workdir, which has ended, with the curve of a metric."""
     summary = json.loads((pathlib.Path(folder) / workdir.SUMMARY).read_text())
-    content, history = workdir.read_config(folder), read_run(folder, RETURN)
+    content, history = workdir.read_config(folder), read_run(folder, metric)
     return Line(
         task=task,
         seed=seed,

@@ -9,7 +9,7 @@ from results_lines import ROOT, Line
 from results_tasks import PEERS, SETS, Task
 
 from podracer.monitoring.curves import INTERVAL, MetricHistory, SeedGroup, mean_and_interval
-from podracer.monitoring.figures import RETURN, draw, save
+from podracer.monitoring.figures import EVALUATION, RETURN, draw, save
 from podracer.monitoring.formatting import duration, mean_and_error
 
 PAGE, FIGURES, README = ROOT / "docs" / "results.md", ROOT / "docs" / "results", ROOT / "README.md"
@@ -28,13 +28,16 @@ and those after it find the compiled program in the cache. Other programs ran be
 times are upper bounds. PureJaxRL, CleanRL, Stoix and Brax were trained with their own code and
 networks for as many steps ([results_peers.jsonl](results_peers.jsonl);
 `python benchmarks/purejaxrl.py` and `python benchmarks/peers.py`). Compared are the returns at the
-end of training, whose policies sample, of both programs; of Brax, those of its evaluations.
+end of training, whose policies sample, of both programs; of Brax, those of its evaluations. Learning
+curves are of the returns of training, and of two-player games those of evaluations against random moves.
 
     python benchmarks/results.py {" ".join(SETS)}
 
 trains what is missing and writes this page.
 """
 
+# What the returns of a learning curve are of, by its metric.
+CURVES = {RETURN: "training", EVALUATION: "evaluations"}
 HEADER = (
     "| task | agent | config | return | seeds | reference | steps | time | steps/s | hardware |\n"
     "|---|---|---|---|---|---|---|---|---|---|\n"
@@ -113,7 +116,8 @@ def page(lines: Sequence[Line], peers: Sequence[Line]) -> str:
         commands = "".join(f"    {done[task.name][0].command}\n" for task in trained)
         text += f"\n## `{name}`\n\n{HEADER}{rows}\n{commands}"
         for title in titles(trained):
-            text += f"\n![{title}: returns of training]({FIGURES.name}/{figure(title).name}.svg)\n"
+            what = CURVES[metric(title)]
+            text += f"\n![{title}: returns of {what}]({FIGURES.name}/{figure(title).name}.svg)\n"
     return text
 
 
@@ -133,6 +137,11 @@ def titles(tasks: Iterable[Task]) -> list[str]:
 def figure(title: str) -> pathlib.Path:
     """The path of an environment's figure, without suffix."""
     return FIGURES / title.lower().replace(" ", "_").replace(",", "")
+
+
+def metric(title: str) -> str:
+    """The metric of an environment's learning curves."""
+    return next(t.metric for tasks in SETS.values() for t in tasks if t.title == title)
 
 
 def curves(title: str, lines: Sequence[Line], peers: Sequence[Line]) -> list[SeedGroup]:
@@ -173,4 +182,5 @@ def write(lines: Sequence[Line], peers: Sequence[Line]) -> None:
     README.write_text(before + readme_table(lines, peers) + rest.partition(END)[2])
     done = by_task(lines)
     for title in titles(task for tasks in SETS.values() for task in tasks if task.name in done):
-        save(draw(curves(title, lines, peers), RETURN, ["step"]), str(figure(title)), [".svg"])
+        drawn = draw(curves(title, lines, peers), metric(title), ["step"])
+        save(drawn, str(figure(title)), [".svg"])

@@ -3,6 +3,8 @@
 import zlib
 from typing import NamedTuple
 
+from podracer.monitoring.figures import EVALUATION, RETURN
+
 
 class Reference(NamedTuple):
     """A return that others publish, whose it is, and the page that says so."""
@@ -25,6 +27,7 @@ class Task(NamedTuple):
       peer: the task of the runs of another program to compare with, in docs/results_peers.jsonl.
       top: whether README shows the row.
       label: the name of its curve; "" is the agent and ``name``.
+      metric: the metric of its curve, the same for all tasks of a title.
     """
 
     title: str
@@ -36,6 +39,7 @@ class Task(NamedTuple):
     peer: str = ""
     top: bool = False
     label: str = ""
+    metric: str = RETURN
 
     @property
     def name(self) -> str:
@@ -181,8 +185,9 @@ SETS: dict[str, list[Task]] = {
     ],
     "search": [
         Task("CartPole", "cartpole_muzero", references=(gymnax(500),), top=True),
-        Task("Tic-tac-toe against random", "tic_tac_toe", top=True),
-        Task("Connect Four against random", "connect_four", top=True),
+        # In self-play, the return of training is the share of games that are decided.
+        Task("Tic-tac-toe against random", "tic_tac_toe", top=True, metric=EVALUATION),
+        Task("Connect Four against random", "connect_four", top=True, metric=EVALUATION),
     ],
     "peers": [
         as_peer(

@@ -23,5 +23,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.unroll_length = 16
     config.num_minibatches = 32
     config.learning_rate = 2e-3
+    config.evaluation.every = 15
     config.evaluation.episodes = 1000
     return config

@@ -28,8 +28,9 @@ and those after it find the compiled program in the cache. Other programs ran be
 times are upper bounds. PureJaxRL, CleanRL, Stoix and Brax were trained with their own code and
 networks for as many steps ([results_peers.jsonl](results_peers.jsonl);
 `python benchmarks/purejaxrl.py` and `python benchmarks/peers.py`). Compared are the returns at the
-end of training, whose policies sample, of both programs; of Brax, those of its evaluations. Learning
-curves are of the returns of training, and of two-player games those of evaluations against random moves.
+end of training, whose policies sample, of both programs; of Brax, those of its evaluations.
+Learning curves are of the returns of training, and of two-player games of those of evaluations
+against random moves.
 
     python benchmarks/results.py {" ".join(SETS)}
 

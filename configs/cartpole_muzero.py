@@ -5,9 +5,10 @@
 Returns bootstrap from the target network, because the values that searches found while acting soon
 are those of a worse policy. Without normalised observations seed 2 ends at 303.
 
-Result: the final, greedy evaluation is 500, 223, 500 and 424 with the seeds 0, 1, 2 and 6: learning
-is not stable yet. docs/muzero.md has what was tried. Hardware: one core of an AMD EPYC beside
-another run, 72 to 95 seconds, compilation included.
+Result: the final, greedy evaluation is 500, 223, 500 and 424 with the seeds 0, 1, 2 and 6 on one
+core of an AMD EPYC, and 288, 467, 100, 149 and 393 with the seeds 0 to 4 on one of an Intel Xeon:
+learning is not stable yet. docs/muzero.md has what was tried. Hardware: one core of an AMD EPYC
+beside another run, 72 to 95 seconds, compilation included.
 """
 
 import ml_collections

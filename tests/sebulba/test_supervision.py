@@ -243,6 +243,7 @@ def test_an_evaluation_that_hangs_or_fails_stops_the_run_and_loses_nothing(
     for _ in range(2):
         with pytest.raises(ActorError, match=f"^thread 'evaluation' {message}"):
             train(config, env, EvaluationThread, workdir=tmp_path)
+        assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["10"]
     result = train(config, env, EvaluationThread, workdir=tmp_path)
     assert pools[-1] == 8
     assert [row["step"] for row in result.metrics] == [48 * 8 * (i + 1) for i in range(10)]

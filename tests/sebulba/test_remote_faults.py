@@ -726,7 +726,7 @@ REJECTED = {
 )
 @pytest.mark.timeout(900)
 def test_strangers_change_no_bit_of_what_a_worker_collects(attacks, tmp_path, monkeypatch):
-    """Nor do so many messages and connections lose memory or threads."""
+    """Nor does the server keep memory or threads of strangers that have left."""
     settings, authority = tls(tmp_path, mutual=True)
     certificate, key = authority.sign("worker")
     honest = {"tls_ca": authority.file, "tls_cert": certificate, "tls_key": key,

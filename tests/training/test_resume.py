@@ -33,27 +33,28 @@ def name_of(value) -> str:
     return value.get("agent", str(value)) if isinstance(value, dict) else str(value)
 
 
+# Before a replay learns, before it is full, and after that.
+THRICE = (1, 3, 6)
+SLOW = [
+    R2D2, MUZERO, ALPHAZERO, {"normalize_rewards": True, "cpu_devices": 1},
+    {**PENALTY, "whole_episodes": True}, {"num_seeds": 2, **REPLAY},
+    {"network__core": "lstm", "stagger": 3},
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "stop_at"),
     [
         # Observations are dictionaries.
-        {"env": "dummy:masked", "normalize_observations": True, **REPLAY},
-        *(pytest.param(x, marks=pytest.mark.slow) for x in (R2D2, D4PG, MUZERO, ALPHAZERO)),
-        pytest.param({"normalize_rewards": True, "cpu_devices": 1}, marks=pytest.mark.slow),
-        pytest.param(
-            {**PENALTY, "whole_episodes": True},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param({"num_seeds": 2, **REPLAY}, marks=pytest.mark.slow),
-        pytest.param({"network__core": "lstm", "stagger": 3}, marks=pytest.mark.slow),
+        ({"env": "dummy:masked", "normalize_observations": True, **REPLAY}, THRICE),
+        pytest.param(D4PG, THRICE, marks=pytest.mark.slow),
+        *(pytest.param(x, (4,), marks=pytest.mark.slow) for x in SLOW),
     ],
     ids=name_of,
 )
-def test_a_resumed_run_equals_an_uninterrupted_one(changes, tmp_path, monkeypatch):
+def test_a_resumed_run_equals_an_uninterrupted_one(changes, stop_at, tmp_path, monkeypatch):
     run = resumable(num_minibatches=2, anneal=True, **changes)
     whole = anakin.train(run, tmp_path / "whole", quiet=True)
-    # Before the replay learns, before it is full, and after that; the slow ones once.
-    stop_at = (1, 3, 6) if "env" in changes else (4,)
     Stops(monkeypatch, *stop_at)
     parts, stops = until_done(anakin.train, run, tmp_path / "parts")
     assert stops == len(stop_at)

@@ -172,8 +172,15 @@ def group_runs(runs: Sequence[MetricHistory], label: Sequence[str] = ()) -> list
         ]
         or ["agent"]
     )
+    agents = {config["agent"] for config in settings}
     labels = [
-        ", ".join(f"{key}={config.get(key, 'default')}" for key in named) for config in settings
+        ", ".join(
+            f"{key}={config.get(key, 'default')}"
+            for key in named
+            # The section of an agent means nothing to the others.
+            if key in label or key.partition(".")[0] not in agents - {config["agent"]}
+        )
+        for config in settings
     ]
     for same in labels:
         if labels.count(same) > 1:

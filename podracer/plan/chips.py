@@ -24,7 +24,8 @@ class Chip(NamedTuple):
       bandwidth: bytes per second of HBM.
       interconnect: bytes per second to its neighbours in a slice, one way, over all links.
       clock: cycles per second; None if it is not published.
-      slices: shapes that can be rented.
+      slices: shapes that can be rented; where they have three numbers, also those whose numbers
+        are all multiples of 4.
       source: URL of these numbers.
       options: options of ``get_topology_desc`` whose defaults differ from JAX on this chip.
     """
@@ -125,6 +126,15 @@ def of_accelerator_type(name: str) -> list[str]:
     chips = int(count) if kind in ("v5e", "v6e") else int(count) // 2
     shapes = CHIPS[kind].slices
     return [f"{kind}:{x}" for x in shapes if math.prod(map(int, x.split("x"))) == chips]
+
+
+def is_offered(topology: str) -> bool:
+    """Whether a topology that the compiler knows can also be rented."""
+    kind, _, shape = topology.partition(":")
+    numbers = [int(n) for n in shape.split("x")]
+    cube = len(numbers) == 3 and numbers == sorted(numbers) and all(n % 4 == 0 for n in numbers)
+    slices = CHIPS[kind].slices
+    return shape in slices or (cube and "4x4x4" in slices)
 
 
 def get_slice(topology: str, num_slices: int = 1) -> Slice:

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from podracer.monitoring.formatting import duration, metric, seconds, size
+from podracer.plan.chips import is_offered
 from podracer.plan.estimate import Collectives, Plan, ProgramPlan
 
 
@@ -27,6 +28,13 @@ def _sent(collectives: Collectives) -> str:
 
 def _slice_name(plan: Plan) -> str:
     return f"{plan.num_slices} x {plan.topology}" if plan.num_slices > 1 else plan.topology
+
+
+def _not_offered(plan: Plan) -> str:
+    """That the slice can't be rented; nothing if it can."""
+    if is_offered(plan.topology):
+        return ""
+    return f"{plan.topology} is not among the slices that can be rented (docs/guides/plan.md).\n"
 
 
 def _program_rows(program: ProgramPlan, plan: Plan) -> dict[str, str]:
@@ -78,6 +86,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(
         f"{_slice_name(plan)}: {plan.chips:,} chips, {plan.cores:,} cores with "
         f"{size(plan.memory)} each, {plan.hosts:,} host{'s' * (plan.hosts > 1)}\n"
+        f"{_not_offered(plan)}"
         f"{plan.arch}: {_agents(plan)}{plan.num_envs:,} environments "
         f"({plan.envs_per_core:,} per learner core) x {plan.unroll_length} steps{_unrolls(plan)} = "
         f"{plan.steps_per_update:,} steps per update, {plan.gradient_steps} gradient steps per "
@@ -112,15 +121,19 @@ def print_plan(plan: Plan, console: Console) -> None:
     )
 
 
-def _whole_run(plan: Plan) -> str:
+def _run_time(plan: Plan) -> str:
     """How long the run would take, at the lower one of the two speeds that is known."""
-    steps = plan.num_updates * plan.steps_per_update
     speed = plan.compiler_steps_per_second or plan.roofline_steps_per_second
     assert speed is not None
-    time = steps * plan.num_agents / speed
+    time = plan.num_updates * plan.steps_per_update * plan.num_agents / speed
+    return duration(time) if time >= 60 else seconds(time)
+
+
+def _whole_run(plan: Plan) -> str:
+    steps = plan.num_updates * plan.steps_per_update
     return (
         f"The run: {steps:,} steps{' of each agent' * (plan.num_agents > 1)}, {plan.num_updates:,} "
-        f"updates, about {duration(time) if time >= 60 else seconds(time)} at this speed."
+        f"updates, about {_run_time(plan)} at this speed."
     )
 
 
@@ -134,6 +147,8 @@ def _too_large(plan: Plan) -> str:
         over = size(excess.needed - excess.available)
         needs = f"{size(excess.needed)}, {over} more than {memory}"
     sizes = [f"{key}={n}" for key, n in excess.fits.items() if n]
+    if num_envs := excess.fits.get("num_envs"):
+        sizes[0] += f" ({num_envs * plan.envs_per_core // plan.num_envs:,} per learner core)"
     return f"TOO LARGE: the program {excess.program} needs {needs}; " + (
         f"{' or '.join(sizes)} would fit"
         if sizes
@@ -145,10 +160,12 @@ def print_scaling(plans: Sequence[Plan], console: Console) -> None:
     """Prints a table of plans; flops and collectives are those of the program that learns."""
     several = any(plan.num_agents > 1 for plan in plans)
     agents = ("agents", "environments of each") if several else ("environments",)
+    connected = any(plan.num_slices > 1 for plan in plans)
     table = Table(
         "slice", "chips", "cores", "hosts", *agents, "memory per core",
-        "flops per core and update", "collectives per gradient step", "compile time",
-        "steps/s, roofline", "steps/s, compiler",
+        "flops per core and update", "collectives per gradient step",
+        *["sent to other slices per update"] * connected,
+        "steps/s, roofline", "steps/s, compiler", "time of the run",
     )  # fmt: skip
     for plan in plans:
         cells = [_slice_name(plan), *map("{:,}".format, (plan.chips, plan.cores, plan.hosts))]
@@ -163,12 +180,14 @@ def print_scaling(plans: Sequence[Plan], console: Console) -> None:
             f"{size(most)} of {size(plan.memory)}",
             metric(learner.flops),
             _collectives(learner.per_gradient_step),
-            seconds(sum(program.compile_seconds for program in plan.programs)),
+            *[_sent(learner.between_slices)] * connected,
             _known(metric, plan.roofline_steps_per_second),
             _known(metric, plan.compiler_steps_per_second),
+            _run_time(plan),
         )
     console.print(table)
     for plan in plans:
+        console.print(_not_offered(plan), end="", highlight=False)
         if plan.too_large:
             console.print(f"{_slice_name(plan)}: {_too_large(plan)}", highlight=False)
     console.print(

@@ -19,8 +19,9 @@ from typing import Any, Literal, NamedTuple
 from packaging.requirements import Requirement
 
 import podracer
-from podracer.errors import DISTRIBUTION, PACKAGE
+from podracer.errors import DISTRIBUTION, PACKAGE, ConfigError
 from podracer.monitoring.formatting import size
+from podracer.storage import bucket
 from podracer.storage.workdir import versions
 
 State = Literal["ok", "note", "warning", "problem"]
@@ -287,10 +288,15 @@ def check_folders(folders: Mapping[str, str | None]) -> Iterator[Finding]:
 
 
 def _check_bucket(name: str, folder: str) -> Finding:
-    """Whether what accesses a bucket is installed; the bucket itself is left alone."""
+    """Whether a folder in a bucket has a possible name, and whether what accesses it is installed;
+    the bucket itself is left alone."""
     missing = [x for each in ("gcsfs", "google-cloud-storage") for x in unmet(Requirement(each))]
     if missing:
         return Finding("problem", name, f"{folder}: {'; '.join(missing)}", f"{INSTALL} -e '.[gcs]'")
+    try:
+        bucket.locate(folder)
+    except ConfigError as error:
+        return Finding("problem", name, str(error), _ELSEWHERE[name])
     return Finding("note", name, f"{folder}; not checked whether a run can read and write there")
 
 

@@ -114,6 +114,17 @@ def test_the_agents_of_a_run_with_several_seeds_are_drawn_as_seeds(tmp_path, cap
     assert re.search(r"ppo +│ +3 ", capsys.readouterr().out)
 
 
+def test_labels_leave_out_the_sections_of_other_agents(tmp_path):
+    runs = [
+        write_run(tmp_path / "a", agent="vtrace", ppo={"clip": 0.2}),
+        write_run(tmp_path / "b", agent="ppo", ppo={"clip": 0.1}),
+    ]
+    assert [group.label for group in groups_of(*runs)] == [
+        "agent=vtrace",
+        "agent=ppo, ppo.clip=0.1",
+    ]
+
+
 def test_labels_may_name_some_settings_only(tmp_path):
     runs = [
         read_run(write_run(tmp_path / agent, agent=agent, learning_rate=rate), RETURN)

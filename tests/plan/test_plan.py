@@ -257,7 +257,7 @@ def test_printed_plans(capsys):
     assert "about 0:01:45 at" in text
     assert (
         "TOO LARGE: the program step needs 80.0 GiB, 64.0 GiB more than the 16.0 GiB of a core; "
-        "num_envs=512 would fit" in printed(table.print_plan, no_fit, capsys)
+        "num_envs=512 (32 per learner core) would fit" in printed(table.print_plan, no_fit, capsys)
     )
 
     groups = dataclasses.replace(plan, learners=4, num_groups=4)
@@ -276,8 +276,23 @@ def test_printed_plans(capsys):
     text = printed(table.print_scaling, [plan, no_fit], capsys)
     (line, too_large) = (line for line in text.splitlines() if line.startswith("│ 4 x"))
     assert "4.0 MiB of 16.0 GiB" in line
+    assert [cell.strip() for cell in line.split("│")[-5:-1]] == [
+        "16 Bytes",
+        "9.22 G",
+        "-",
+        "114 μs",
+    ]
     assert "too large" in too_large
     assert "4 x v2:2x2: TOO LARGE" in text
+    assert "rented" not in text
+    flat = dataclasses.replace(plan, topology="v4:4x4")
+    for text in (
+        printed(table.print_plan, flat, capsys),
+        printed(table.print_scaling, [flat, plan], capsys),
+    ):
+        assert text.count("v4:4x4 is not among the slices that can be rented") == 1
+    assert all(map(chips.is_offered, (*chips.TOPOLOGIES, "v5p:4x4x12")))
+    assert not any(map(chips.is_offered, ("v3:2x4", "v6e:4x4x4", "v4:4x12x4")))
 
 
 def test_tpu_programs_use_jaxs_own_random_keys():

@@ -162,6 +162,15 @@ def test_a_bucket_needs_the_packages_that_access_it(missing, state, monkeypatch)
     assert (bucket.state, ".[gcs]" in bucket.advice) == (state, bool(missing))
 
 
+@pytest.mark.parametrize("folder", ["gs://bucket", "s3://bucket/run"])
+def test_a_folder_that_no_store_has(folder):
+    (found,) = diagnosis.check_folders({"workdir": folder})
+    assert (found.state, "must be a folder or gs://BUCKET/FOLDER" in found.text) == (
+        "problem",
+        True,
+    )
+
+
 def test_a_folder_that_is_not_writable(tmp_path, monkeypatch):
     monkeypatch.setattr(diagnosis.os, "access", lambda path, _: path != tmp_path)
     folders = {"workdir": str(tmp_path / "run"), "temporary": str(tmp_path.parent)}

@@ -31,7 +31,8 @@ The program:
                            are uploaded including uncommitted changes; or URL or URL#REF of a git
                            repository. Default: this repository
   --install=COMMAND        command that installs it, run in its folder; default: a Python 3.12
-                           environment in .venv with '.[tpu,gcs,sebulba,remote]'
+                           environment in .venv with '.[tpu,gcs,sebulba,remote]'; suites such as
+                           Brax need their extra: "pip install -e '.[tpu,gcs,brax]'"
 
 The log of worker 0 is read by SSH to its external address, unless one of these is specified:
   --internal_ip            connect to its internal address, from a machine in the same VPC network
@@ -87,7 +88,7 @@ while (($#)); do
     --poll=*) poll=${1#*=} ;;
     --help | -h) usage && exit 0 ;;
     --) shift && break ;;
-    *) reject "unknown option $1" ;;
+    *) reject "unknown option $1; '--' stands before the command" ;;
   esac
   shift
 done
@@ -98,11 +99,19 @@ for argument; do [[ $argument != --workdir=* ]] || workdir=${argument#*=}; done
   reject "--name, --zone and --accelerator_type are required"
 [[ $workdir == gs://* ]] ||
   reject "the command needs --workdir=gs://BUCKET/..., which all workers can reach; got '$workdir'"
-[[ $workdir =~ ^gs://[a-z0-9][a-z0-9._-]+(/|$) ]] ||
-  reject "$workdir (--workdir) names no bucket; names have lower-case letters, digits, '-', '_' and '.'"
+[[ $workdir =~ ^gs://[a-z0-9][a-z0-9._-]{2,}/+[^/] ]] ||
+  reject "$workdir (--workdir) is no folder of a bucket; names of buckets have three or more \
+lower-case letters, digits, '-', '_' and '.'"
 [[ $name =~ ^[a-z][a-z0-9-]*$ ]] ||
   reject "--name=$name must begin with a letter and have lower-case letters, digits and '-' only"
 [[ -d $source || $source == *://* ]] || reject "--source=$source is neither a folder nor a URL"
+if [[ -d $source ]]; then
+  for argument; do
+    [[ $argument =~ ^--config=([^/:][^:]*) ]] || continue
+    git -C "$source" ls-files --error-unmatch "${BASH_REMATCH[1]}" >/dev/null 2>&1 ||
+      reject "$argument is no file that git tracks in $source, so that it would not be uploaded"
+  done
+fi
 ! $keep || ! $self_delete || reject "--keep and --self_delete exclude each other"
 for option in max_restarts backoff retry_for patience report_timeout; do
   [[ ${!option} =~ ^[0-9]+$ ]] || reject "--$option=${!option} is not a whole number"
@@ -117,7 +126,7 @@ case $type in
   v6e) default_version=v2-alpha-tpuv6e ;;
   *)
     [[ -n $runtime_version ]] || reject "unknown --accelerator_type=$accelerator_type; known: v2-N, \
-v3-N, v4-N, v5litepod-N, v5p-N and v6e-N; any other needs --runtime_version as well"
+v3-N, v4-N, v5litepod-N (v5e), v5p-N and v6e-N; any other needs --runtime_version as well"
     ;;
 esac
 runtime_version=${runtime_version:-$default_version}

@@ -222,10 +222,13 @@ class ArgumentParser(argparse.ArgumentParser):
 
 def check_kwargs(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
     """Raises ``ConfigError`` if an environment's maker does not take these ``env_kwargs``."""
+    signature = inspect.signature(function)
     try:
-        inspect.signature(function).bind(**kwargs)
+        signature.bind(**kwargs)
     except TypeError as error:
-        raise ConfigError(f"{name} does not take env_kwargs={dict(kwargs)}: {error}") from error
+        wrong = next((key for key in kwargs if key not in signature.parameters), None)
+        reason = error if wrong is None else unknown("argument", wrong, signature.parameters)
+        raise ConfigError(f"{name} does not take env_kwargs={dict(kwargs)}: {reason}") from error
 
 
 def missing_extra(extra: str, feature: str) -> ConfigError:

@@ -48,7 +48,7 @@ DEFAULTS: dict[str, Any] = {
     "learning_rate": 1e-3,
     "max_grad_norm": 10.0,
     "value_cost": 0.25,
-    "network": {"hidden": (128,), "activation": "relu"},
+    "network": {"hidden": (128,), "activation": "relu", "layer_norm": True},
     "replay": {
         "begin": 2_000,
         "batch": 128,

@@ -69,7 +69,8 @@ def gradient_steps(settings: Settings, *, whole_unrolls: bool) -> GradientSteps:
     items = settings.num_unrolls if whole_unrolls else transitions
     return GradientSteps(
         epochs * minibatches,
-        transitions // minibatches,
+        # Too many minibatches are rejected by the source, which knows the items of a device.
+        max(1, transitions // minibatches),
         # Whole minibatches on every device.
         items // minibatches if items % minibatches == 0 else 1,
         f"{epochs} epochs of {minibatches} minibatches",

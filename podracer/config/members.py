@@ -210,7 +210,7 @@ def check(points: Sequence[Point], allowed: Mapping[str, bool]) -> None:
             meant = f"did you mean {near[0]}? " if near else ""
             raise ConfigError(
                 f"sweep.{name} can't differ between agents that learn in one program; {meant}"
-                f"settings that can: {', '.join(allowed)}"
+                f"settings that can: {', '.join(allowed)}, where the agent uses them"
             )
         if allowed[name] and any(x.settings[name] <= 0 for x in points):
             raise ConfigError(

@@ -8,7 +8,9 @@ import importlib
 import multiprocessing
 import os
 import signal
+import threading
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -20,7 +22,7 @@ from PIL import Image
 from podracer.envs import spaces
 from podracer.envs.arguments import import_own
 from podracer.errors import ConfigError, unknown
-from podracer.types import ArrayTree, HostEnvironment, HostStep, TimeStep
+from podracer.types import ACTION_MASK, ArrayTree, HostEnvironment, HostStep, TimeStep
 
 # The axis of an image's channels, as env_params.channels specifies it.
 CHANNELS = ("first", "last")
@@ -87,18 +89,34 @@ def _in_processes(make: Maker, count: int) -> Any:
         if os.getpid() != parent:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            threading.Thread(target=end_with_parent, daemon=True).start()
         return make()
+
+    def end_with_parent() -> None:
+        trainer = multiprocessing.parent_process()
+        assert trainer is not None
+        trainer.join()
+        os._exit(1)
 
     # Pools that hang are closed in the middle of a step, about which Gymnasium warns.
     warnings.filterwarnings("ignore", ".*Calling `close` while waiting", module="gymnasium")
     # A fork of a process that runs JAX's threads can hang, so processes are forks of a server
     # that has imported what they need.
     multiprocessing.get_context("forkserver").set_forkserver_preload(["gymnasium"])
-    return gymnasium.vector.AsyncVectorEnv(
+    envs = gymnasium.vector.AsyncVectorEnv(
         [make_one] * count,
         context="forkserver",
         autoreset_mode=gymnasium.vector.AutoresetMode.NEXT_STEP,
     )
+    # If they were not closed, multiprocessing would send them SIGTERM at the end, and wait for ever
+    # for one that hangs.
+    weakref.finalize(envs, _kill, envs.processes)
+    return envs
+
+
+def _kill(processes: Sequence[Any]) -> None:
+    for process in processes:
+        process.kill()
 
 
 def _in_this_process(make: Maker) -> Any:
@@ -150,8 +168,7 @@ class VectorPool:
 
     def close(self) -> None:
         # Gymnasium would wait for an answer from a process that hangs or has died.
-        for process in getattr(self._envs, "processes", ()):
-            process.kill()
+        _kill(getattr(self._envs, "processes", ()))
         for pipe in getattr(self._envs, "parent_pipes", ()):
             if pipe is not None:
                 pipe.close()
@@ -215,21 +232,57 @@ def _is_of(spec: Any, module: str) -> bool:
     return module == (entry.partition(":")[0] if isinstance(entry, str) else entry.__module__)
 
 
-def _check_observation(name: str, env: Any) -> None:
-    """Checks a first observation as the processes would, in which the run would fail later.
-
-    Raises:
-      ConfigError: it is not of the observation space.
-    """
-    utils, space = _import().vector.utils, env.observation_space
-    observation, _ = env.reset(seed=0)
+def _check_observation(name: str, space: Any, method: str, observation: Any) -> None:
+    utils = _import().vector.utils
     try:
         utils.write_to_shared_memory(space, 0, observation, utils.create_shared_memory(space, 1))
     except (AssertionError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"gymnasium:{name} has the observation_space {space}, but its first observation has "
-            f"the shape {jax.tree.map(np.shape, observation)}"
+            f"gymnasium:{name} has the observation_space {space}, but {method} returned an "
+            f"observation of the shape {jax.tree.map(np.shape, observation)}"
         ) from error
+
+
+def _check_count(name: str, method: str, returned: Any, values: str) -> None:
+    found = len(returned) if isinstance(returned, tuple) else 1
+    if found != len(values.split(", ")):
+        raise ConfigError(
+            f"gymnasium:{name}: {method} returned {found} value{'s' * (found > 1)}; it must return "
+            f"{values} (Gymnasium's interface since version 0.26)"
+        )
+
+
+def _legal_action(env: Any, observation: Any) -> Any:
+    mask = observation.get(ACTION_MASK) if isinstance(observation, Mapping) else None
+    if mask is None:
+        return env.action_space.sample()
+    return env.action_space.sample(mask=np.asarray(mask, np.int8))
+
+
+def _check(name: str, env: Any) -> None:
+    """Resets and steps an environment once, and checks what it returns as the processes would, in
+    which the run would fail later.
+
+    Raises:
+      ConfigError: it is not what Gymnasium's interface or the observation space says.
+    """
+    # Wrappers would fail first, with errors of their own.
+    own = env.unwrapped
+    returned = own.reset(seed=0)
+    _check_count(name, "reset", returned, "observation, info")
+    returned = own.step(_legal_action(own, returned[0]))
+    _check_count(name, "step", returned, "observation, reward, terminated, truncated, info")
+    observation, _ = env.reset(seed=0)
+    _check_observation(name, env.observation_space, "reset", observation)
+    observation, *others, _ = env.step(_legal_action(env, observation))
+    _check_observation(name, env.observation_space, "step", observation)
+    kinds = {"reward": "one number", "terminated": "True or False", "truncated": "True or False"}
+    for (what, kind), value in zip(kinds.items(), others, strict=True):
+        array = np.asarray(value)
+        if array.shape != () or array.dtype.kind not in "biuf":
+            raise ConfigError(
+                f"gymnasium:{name}: step returned {what}={value!r}; it must be {kind}"
+            )
 
 
 def _make_one(name: str, kwargs: Mapping[str, Any], pixels: Pixels | None) -> Any:
@@ -257,7 +310,11 @@ def _make_one(name: str, kwargs: Mapping[str, Any], pixels: Pixels | None) -> An
     except (gymnasium.error.NameNotFound, gymnasium.error.VersionNotFound) as error:
         module, colon, own = name.rpartition(":")
         if colon:
-            known = (x for x, spec in gymnasium.registry.items() if _is_of(spec, module))
+            known = [x for x, spec in gymnasium.registry.items() if _is_of(spec, module)]
+            if not known:
+                raise ConfigError(
+                    f"the module {module!r} registers no environment; call gymnasium.register in it"
+                ) from error
             raise unknown(f"gymnasium environment of module {module!r}", own, known) from error
         hint = f"; one that your own module registers is gymnasium:MODULE:{name}"
         raise ConfigError(
@@ -291,7 +348,8 @@ def make(
     if newest_frame:
         raise ConfigError(f"gymnasium:{name} has no stacked frames for sebulba.newest_frame")
     for key in params.keys() - set(PARAMS):
-        raise unknown(f"parameter of gymnasium:{name} in env_params", key, PARAMS)
+        found = unknown(f"parameter of gymnasium:{name} in env_params", key, PARAMS)
+        raise ConfigError(f"{found}; its constructor's arguments are set by env_kwargs")
     pixels = _pixels(name, params)
     one = _make_one(name, kwargs, pixels)
     observation, action = one.observation_space, one.action_space
@@ -310,7 +368,7 @@ def make(
         f"gymnasium:{name}", observation, action, pool, channels_first=channels_first
     )
     env = env._replace(in_processes=True)
-    _check_observation(name, one)
+    _check(name, one)
     one.close()
     if pixels:
         env = env._replace(spec=env.spec._replace(frames=pixels.frames))

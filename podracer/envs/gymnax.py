@@ -97,7 +97,8 @@ def load(path: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Env
     module_name, _, attribute = path.partition(":")
     module = import_own(path, module_name)
     if not hasattr(module, attribute):
-        raise unknown(f"environment in module {module_name!r}", attribute, vars(module))
+        classes = [name for name, value in vars(module).items() if isinstance(value, type)]
+        raise unknown(f"environment of module {module_name!r}", attribute, classes)
     cls = getattr(module, attribute)
     base = import_gymnax().environments.environment.Environment
     if not (isinstance(cls, type) and (issubclass(cls, base) or old_gymnax.is_old(cls))):
@@ -117,7 +118,20 @@ def load(path: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Env
         raise ConfigError(f"env={path!r} does not define {method}") from error
     if getattr(cls, "is_truncated", None) is base.is_truncated:
         _check_limit(env, path, changed)
-    return adapt(env, path, params)
+    made = adapt(env, path, params)
+    if "render" not in vars(cls):
+        return made
+    return made._replace(render=lambda state: _image(path, env.render(state.env, changed)))
+
+
+def _image(name: str, drawn: Any) -> np.ndarray:
+    image = np.asarray(drawn)
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
+        raise ConfigError(
+            f"env={name!r}: render returns {image.dtype}{list(image.shape)}; it must return an "
+            "image uint8[height, width, 3]"
+        )
+    return image
 
 
 def _shapes(tree: ArrayTree) -> Any:
@@ -170,6 +184,18 @@ def _check(env: Any, name: str, params: Any) -> None:
                 f"env={name!r}: the {what} of step_env has the shape {np.shape(scalar)}; it must "
                 "be a single number, of shape ()"
             )
+    _check_truncation(env, name, state, params)
+
+
+def _check_truncation(env: Any, name: str, state: ArrayTree, params: Any) -> None:
+    if old_gymnax.is_old(env):
+        return
+    truncated = jax.eval_shape(env.is_truncated, state, params)
+    if truncated.shape or truncated.dtype != bool:
+        raise ConfigError(
+            f"env={name!r}: is_truncated returns {truncated.dtype}{list(truncated.shape)}; it must "
+            "return a single bool, such as jnp.bool_(False)"
+        )
 
 
 def _check_limit(env: Any, name: str, params: Any) -> None:

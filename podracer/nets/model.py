@@ -128,8 +128,14 @@ class Sizes(NamedTuple):
 
     def mlp(self, shape: tuple[int, ...], rngs: nnx.Rngs) -> MLP:
         """The layers between inputs of a shape and a distribution."""
-        kind = self.network.activation
-        return MLP(shape, self.config.hidden, kind, dtype=self.dtype, rngs=rngs)
+        return MLP(
+            shape,
+            self.config.hidden,
+            self.network.activation,
+            layer_norm=self.network.layer_norm,
+            dtype=self.dtype,
+            rngs=rngs,
+        )
 
     def atoms_head(self, size: int, rngs: nnx.Rngs) -> nnx.Module:
         """The last layer of a reward or a value."""

@@ -33,9 +33,9 @@ class NetworkConfig:
         return.
       hidden: sizes of the layers of an "mlp" or "pixels"; () passes the flat observation through.
       activation: activation of the hidden layers, except in "resnet", which always uses ReLU.
-      layer_norm: whether each layer of the torso is normalised before its activation
-        (https://arxiv.org/abs/1607.06450); not in "resnet". D4PG with "mlp" and MuZero's "planes"
-        have no such torso.
+      layer_norm: whether each layer of the torso, and each dense layer of MuZero's model, is
+        normalised before its activation (https://arxiv.org/abs/1607.06450); not in "resnet". D4PG
+        with "mlp" and MuZero's "planes" have no such torso.
       core: the recurrent layer after the torso: "none", "gru" or "lstm".
       core_size: units of the core.
       core_timescale: steps over which the core should remember at first, by biases of its gates
@@ -75,8 +75,8 @@ class NetworkConfig:
             )
         if self.layer_norm and self.torso == "resnet":
             raise ConfigError(
-                "network.layer_norm=True is for the other torsos; network.torso='resnet' has no "
-                "normalisation"
+                "network.layer_norm=True is for the other torsos; set network.layer_norm=False "
+                "for network.torso='resnet', which has no normalisation"
             )
         if self.core_timescale != 0 and self.core_timescale < 3:
             raise ConfigError(

@@ -84,8 +84,12 @@ def make_plans(
         if envs_per_core:
             learners = architecture.num_learner_devices(config, tpu_slice)
             scaled = config.scaled(envs_per_core * learners)
-        plans.append(estimate.make_plan(scaled, architecture, env, tpu_slice, cache))
+        plans.append(estimate.make_plan(scaled, architecture, env, tpu_slice, cache, _log))
     return plans
+
+
+def _log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -125,16 +125,28 @@ def of_accelerator_type(name: str) -> list[str]:
         return []
     chips = int(count) if kind in ("v5e", "v6e") else int(count) // 2
     shapes = CHIPS[kind].slices
-    return [f"{kind}:{x}" for x in shapes if math.prod(map(int, x.split("x"))) == chips]
+    return [f"{kind}:{x}" for x in shapes if math.prod(_numbers(x)) == chips]
+
+
+def _numbers(shape: str) -> list[int]:
+    """The numbers of a shape; [] if it is none."""
+    numbers = shape.split("x")
+    return list(map(int, numbers)) if all(n.isdecimal() for n in numbers) else []
+
+
+def _exists(kind: str, shape: str) -> bool:
+    """Whether chips of a kind can be connected like this. The compiler ends the process for some
+    shapes that can't be."""
+    numbers, largest = _numbers(shape), _numbers(CHIPS[kind].slices[-1])
+    return len(numbers) == len(largest) and 0 < math.prod(numbers) <= math.prod(largest)
 
 
 def is_offered(topology: str) -> bool:
     """Whether a topology that the compiler knows can also be rented."""
     kind, _, shape = topology.partition(":")
-    numbers = [int(n) for n in shape.split("x")]
+    numbers = _numbers(shape)
     cube = len(numbers) == 3 and numbers == sorted(numbers) and all(n % 4 == 0 for n in numbers)
-    slices = CHIPS[kind].slices
-    return shape in slices or (cube and "4x4x4" in slices)
+    return shape in CHIPS[kind].slices or cube
 
 
 def get_slice(topology: str, num_slices: int = 1) -> Slice:
@@ -150,10 +162,10 @@ def get_slice(topology: str, num_slices: int = 1) -> Slice:
     kind, _, shape = topology.partition(":")
     if shapes := of_accelerator_type(topology):
         raise ConfigError(
-            f"--topology={topology} is an accelerator type of Cloud TPU; its topology is "
+            f"--topology={topology} is a type that counts chips or cores; its topology is "
             f"{' or '.join(shapes)}"
         )
-    if kind not in CHIPS:
+    if kind not in CHIPS or not _exists(kind, shape):
         raise unknown("topology", topology, TOPOLOGIES)
     if importlib.util.find_spec("libtpu") is None:
         raise missing_extra("tpu", "planning for a TPU")

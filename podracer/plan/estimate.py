@@ -330,6 +330,7 @@ def make_plan(
     env: Any,
     tpu_slice: Slice,
     cache: CompileCache | None = None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """Compiles a run for a slice and estimates its memory and speed.
 
@@ -339,16 +340,19 @@ def make_plan(
       env: the environment, from ``arch.make_env``.
       tpu_slice: the slice.
       cache: programs that other plans have compiled; this plan's are added.
+      log: called with what takes long, before it begins.
 
     Raises:
       ConfigError: sizes don't fit the slice.
     """
     memory = tpu_slice.chip.memory * tpu_slice.chips_per_device
     cache = {} if cache is None else cache
+    log(f"compiling for {tpu_slice.topology}")
     run = arch.trace(config, env, tpu_slice)
     results = _compile(run, tpu_slice, cache)
     too_large = _too_large(results, run, memory)
     if too_large:
+        log("this does not fit; compiling smaller sizes to find those that do")
 
         def check(config: Config) -> TooLarge | None:
             run = arch.trace(config, env, tpu_slice)
@@ -357,11 +361,8 @@ def make_plan(
         too_large = _with_fits(too_large, config, run.at_once, check)
     turns = run.sizes.learners // run.sizes.num_groups // run.sizes.agents_at_once
     # Without too_large, no result is OutOfMemory; isinstance tells the type checker.
-    plans = tuple(
-        _plan_program(result, tpu_slice, run.gradient_steps * turns)
-        for result in results
-        if not too_large and isinstance(result, CompileResult)
-    )
+    fitting = () if too_large else (x for x in results if isinstance(x, CompileResult))
+    plans = tuple(_plan_program(x, tpu_slice, run.gradient_steps * turns) for x in fitting)
     sizes = run.sizes
 
     def speed(key: str) -> float | None:

@@ -1,9 +1,9 @@
-"""Prints plans: one plan with all its numbers, or several as a table with one line each."""
+"""Prints plans: one plan with all its numbers, or several as a table with a column for each."""
 
 from collections.abc import Callable, Sequence
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from podracer.monitoring.formatting import duration, metric, seconds, size
 from podracer.plan.chips import is_offered
@@ -121,11 +121,16 @@ def print_plan(plan: Plan, console: Console) -> None:
     )
 
 
-def _run_time(plan: Plan) -> str:
-    """How long the run would take, at the lower one of the two speeds that is known."""
+def _speed(plan: Plan) -> float:
+    """The lower one of the two speeds that is known."""
     speed = plan.compiler_steps_per_second or plan.roofline_steps_per_second
     assert speed is not None
-    time = plan.num_updates * plan.steps_per_update * plan.num_agents / speed
+    return speed
+
+
+def _run_time(plan: Plan) -> str:
+    """How long the run would take at this speed."""
+    time = plan.num_updates * plan.steps_per_update * plan.num_agents / _speed(plan)
     return duration(time) if time >= 60 else seconds(time)
 
 
@@ -133,8 +138,16 @@ def _whole_run(plan: Plan) -> str:
     steps = plan.num_updates * plan.steps_per_update
     return (
         f"The run: {steps:,} steps{' of each agent' * (plan.num_agents > 1)}, {plan.num_updates:,} "
-        f"updates, about {_run_time(plan)} at this speed."
+        f"updates, about {_run_time(plan)} at this speed{_environments(plan)}."
     )
+
+
+def _environments(plan: Plan) -> str:
+    """How fast the environments on hosts must be for this speed."""
+    if plan.arch != "sebulba":
+        return ""
+    needed = metric(_speed(plan) / plan.hosts)
+    return f", for which the environments of each host must make {needed} steps/s"
 
 
 def _too_large(plan: Plan) -> str:
@@ -156,35 +169,35 @@ def _too_large(plan: Plan) -> str:
     )
 
 
+def _scaling_column(plan: Plan) -> dict[str, str]:
+    """The labels and values of a slice's column; flops and collectives are those of the program
+    that learns."""
+    sizes = {"chips": plan.chips, "cores": plan.cores, "hosts": plan.hosts}
+    if plan.num_agents > 1:
+        sizes["agents"] = plan.num_agents
+    sizes["environments" + " of each" * (plan.num_agents > 1)] = plan.num_envs
+    column = {label: f"{value:,}" for label, value in sizes.items()}
+    if plan.too_large:
+        return column | {"memory per core": "too large"}
+    most = max(program.memory.total for program in plan.programs)
+    learner = plan.programs[-1]
+    return column | {
+        "memory per core": f"{size(most)} of {size(plan.memory)}",
+        "flops per core and update": metric(learner.flops),
+        "collectives per gradient step": _collectives(learner.per_gradient_step),
+        "sent to other slices per update": _sent(learner.between_slices),
+        "steps/s, roofline": _known(metric, plan.roofline_steps_per_second),
+        "steps/s, compiler": _known(metric, plan.compiler_steps_per_second),
+        "time of the run": _run_time(plan),
+    }
+
+
 def print_scaling(plans: Sequence[Plan], console: Console) -> None:
-    """Prints a table of plans; flops and collectives are those of the program that learns."""
-    several = any(plan.num_agents > 1 for plan in plans)
-    agents = ("agents", "environments of each") if several else ("environments",)
-    connected = any(plan.num_slices > 1 for plan in plans)
-    table = Table(
-        "slice", "chips", "cores", "hosts", *agents, "memory per core",
-        "flops per core and update", "collectives per gradient step",
-        *["sent to other slices per update"] * connected,
-        "steps/s, roofline", "steps/s, compiler", "time of the run",
-    )  # fmt: skip
-    for plan in plans:
-        cells = [_slice_name(plan), *map("{:,}".format, (plan.chips, plan.cores, plan.hosts))]
-        cells += [f"{plan.num_agents:,}"] * several + [f"{plan.num_envs:,}"]
-        if plan.too_large:
-            table.add_row(*cells, "too large")
-            continue
-        most = max(program.memory.total for program in plan.programs)
-        learner = plan.programs[-1]
-        table.add_row(
-            *cells,
-            f"{size(most)} of {size(plan.memory)}",
-            metric(learner.flops),
-            _collectives(learner.per_gradient_step),
-            *[_sent(learner.between_slices)] * connected,
-            _known(metric, plan.roofline_steps_per_second),
-            _known(metric, plan.compiler_steps_per_second),
-            _run_time(plan),
-        )
+    """Prints a table with a column for each plan."""
+    columns = list(map(_scaling_column, plans))
+    table = Table("", *(Column(_slice_name(plan), overflow="fold") for plan in plans))
+    for label in max(columns, key=len):
+        table.add_row(label, *(column.get(label, "") for column in columns))
     console.print(table)
     for plan in plans:
         console.print(_not_offered(plan), end="", highlight=False)

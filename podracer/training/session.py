@@ -96,6 +96,8 @@ class Session:
         self._rows: list[Row] = []
         self._saved_at = time.monotonic()
         self._finished = False
+        # What config.json will hold. That of a run which this start adds nothing to stays.
+        self._content: dict[str, Any] = {}
         self._profile = Profile(0, None)
         again = "the same command"
         self.stop = StopSignals(f"{again} without --restart" if options.restart else again)
@@ -159,7 +161,9 @@ class Session:
                 "versions": workdir_lib.versions(),
                 "command": list(self._options.command),
             }
-            self._files.dump(workdir_lib.CONFIG, content)
+            self._content = content
+            if self._files.config is None:
+                self._files.dump(workdir_lib.CONFIG, content)
 
     def log(self, text: str) -> None:
         """Prints lines of text, in the first process."""
@@ -194,10 +198,13 @@ class Session:
         step = progress.update * self._sizes.steps_per_update
         progress = self._rewind(progress, step, clock)
         self._finished = progress.update >= self._sizes.num_updates and progress.pending is None
+        if self._files is not None and not self._finished:
+            self._files.dump(workdir_lib.CONFIG, self._content)
         if self._finished:
             self.log(
-                f"the run is finished, at step {step:,}; raise total_steps to train longer, or "
-                "--restart starts over"
+                f"the run is finished, at step {step:,}, with the settings in its config.json; "
+                "raise total_steps to train longer, choose another --workdir for other settings, "
+                "or --restart starts over"
             )
         elif progress.update:
             self.log(f"resumed from update {progress.update:,}, step {step:,}")

@@ -166,6 +166,21 @@ class Rewarding(Corridor):
         return *before, jnp.full(1, reward), done, info
 
 
+class Vague(Corridor):
+    def is_truncated(self, state, params):
+        return jnp.float32(0)
+
+
+class Drawn(Corridor):
+    def render(self, state, params):
+        return np.full((4, 6, 3), 10 * state.time, np.uint8)
+
+
+class Flat(Corridor):
+    def render(self, state, params):
+        return np.zeros((4, 6))
+
+
 class Old(Corridor):
     def step_env(self, key, state, action, params) -> Any:
         return super().step_env(key, state, action, params)[:4]
@@ -184,6 +199,7 @@ class Still(gymnax.environments.environment.Environment):
         ("Growing", r"observation of reset_env has the shape \(1,\), that of step_env \(2,\)"),
         ("Rounded", "observation of reset_env has the dtype int32, that of step_env float32"),
         ("Rewarding", r"reward of step_env has the shape \(1,\); it must be a single number"),
+        ("Vague", r"is_truncated returns float32\[\]; it must return a single bool"),
         ("Old", "step_env returns 4 values; they must be"),
         ("Still", "does not define action_space"),
     ],
@@ -225,6 +241,20 @@ def test_a_users_environment_by_importable_path():
     for _ in range(2):
         state, timestep = env.step(prng.key(0), state, jnp.int32(1))
     assert (float(timestep.discount), bool(timestep.first)) == (0.0, True)
+
+
+def test_an_own_environment_may_draw_itself():
+    env = envs.make_environment(f"{__name__}:Drawn", {}, {})
+    state, _ = env.reset(prng.key(0))
+    state, _ = env.step(prng.key(0), state, jnp.int32(1))
+    assert env.render is not None
+    np.testing.assert_array_equal(env.render(state), np.full((4, 6, 3), 10))
+    flat = envs.make_environment(f"{__name__}:Flat", {}, {})
+    assert flat.render is not None
+    with pytest.raises(
+        ConfigError, match=r"render returns float64\[4, 6\]; it must return an image"
+    ):
+        flat.render(state)
 
 
 def test_an_environment_of_a_script_or_notebook_is_in_main(monkeypatch):

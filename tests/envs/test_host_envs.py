@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 import signal
+import subprocess
 import sys
 import types
 from typing import Any
@@ -177,8 +178,55 @@ def test_an_observation_that_is_not_of_its_space_is_named(observation, shape, ph
         return observation, {}
 
     monkeypatch.setattr(Photos, "reset", reset)
-    with pytest.raises(ConfigError, match=f"first observation has the shape {shape}"):
+    with pytest.raises(ConfigError, match=f"reset returned an observation of the shape {shape}"):
         envs.make_host_environment("gymnasium:Photos-v0", {"shape": (2,)}, {})
+
+
+@pytest.mark.filterwarnings("ignore:.*(The obs|The reward|Expects|done signal|Core environment)")
+@pytest.mark.parametrize(
+    ("method", "returned", "message"),
+    [
+        ("reset", np.zeros(2), "reset returned 1 value; it must return observation, info"),
+        ("step", (np.zeros(2), 0.0, False, {}), "step returned 4 values; it must return observ"),
+        ("step", (np.zeros(3), 0.0, False, False, {}), r"step returned an .* shape \(3,\)"),
+        (
+            "step",
+            (np.zeros(2), np.zeros(1), False, False, {}),
+            r"reward=array\(\[0.\]\); it must be",
+        ),
+        ("step", (np.zeros(2), None, False, False, {}), "reward=None; it must be one number"),
+        (
+            "step",
+            (np.zeros(2), 0.0, np.zeros(1) > 0, False, {}),
+            "terminated=.*; it must be True or",
+        ),
+    ],
+)
+def test_what_an_own_environment_returns_is_checked(method, returned, message, photos, monkeypatch):
+    monkeypatch.setattr(Photos, method, lambda self, *args, **options: returned)
+    with pytest.raises(ConfigError, match=message):
+        envs.make_host_environment("gymnasium:Photos-v0", {"shape": (2,)}, {})
+
+
+HANGS = """
+import sys, threading
+import numpy as np
+from podracer import envs
+
+sleeper = "gymnasium:tests.distributed.sleeper:Sleeper-v0"
+pool = envs.make_host_environment(sleeper, {"folder": sys.argv[1]}, {}).make_pool([0], 1)
+pool.reset()
+steps = lambda: [pool.step(np.zeros(1, np.int32)) for _ in range(30)]
+thread = threading.Thread(target=steps, daemon=True)
+thread.start()
+thread.join(3)
+assert thread.is_alive()
+"""
+
+
+def test_a_process_ends_although_an_environment_hangs(tmp_path):
+    ended = subprocess.run([sys.executable, "-c", HANGS, str(tmp_path)], timeout=60, check=False)
+    assert ended.returncode == 0
 
 
 @pytest.mark.parametrize(

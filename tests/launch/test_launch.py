@@ -512,7 +512,8 @@ def test_tpu_vm_chooses_the_runtime_version(cloud):
         (["--poll=x"], "--poll=x is not a positive number"),
         (["--name=My_run"], "--name=My_run must begin with a letter and have lower-case"),
         (["--keep", "--self_delete"], "--keep and --self_delete exclude each other"),
-        (["--accelerator_type=v5e-16"], "known: v2-N, v3-N, v4-N, v5litepod-N, v5p-N and v6e-N"),
+        (["--accelerator_type=v5e-16"], "v4-N, v5litepod-N (v5e), v5p-N and v6e-N"),
+        (["python"], "unknown option python; '--' stands before the command"),
         (["--accelerator_type=v6e"], "unknown --accelerator_type=v6e;"),
         (["--accelerator_type=tpu7x-8"], "unknown --accelerator_type=tpu7x-8;"),
     ],
@@ -528,9 +529,13 @@ def test_tpu_vm_rejects_what_cannot_run_before_anything_is_billed(cloud):
     code, _, errors = finished(tpu_vm(cloud, [], workdir="runs/pod"))
     assert code == 2
     assert "gs://BUCKET/..., which all workers can reach; got 'runs/pod'" in errors
-    code, _, errors = finished(tpu_vm(cloud, [], workdir="gs://BUCKET/pod"))
+    for workdir in ("gs://BUCKET/pod", "gs://bucket", "gs://bucket//", "gs://b/pod"):
+        code, _, errors = finished(tpu_vm(cloud, [], workdir=workdir))
+        assert code == 2
+        assert f"{workdir} (--workdir) is no folder of a bucket" in errors
+    code, _, errors = finished(tpu_vm(cloud, [], "--", "python", "--config=new.py"))
     assert code == 2
-    assert "gs://BUCKET/pod (--workdir) names no bucket" in errors
+    assert "--config=new.py is no file that git tracks" in errors
     assert not calls(cloud)
     (cloud / "slices/pod").mkdir(parents=True)
     (cloud / "slices/pod/state").write_text("ACTIVE")

@@ -195,6 +195,8 @@ def run(*arguments):
         ),
         (["--topology=v9:8x8"], "unknown topology 'v9:8x8'; did you mean"),
         (["--topology=moon"], "v3:32x32"),
+        (["--topology=v5e:4x4x4"], "unknown topology 'v5e:4x4x4'"),
+        (["--topology=v5e:32x32"], "unknown topology 'v5e:32x32'"),
         (["--topology=v5litepod-16"], "its topology is v5e:4x4"),
         (["--topology=v3-8"], "its topology is v3:2x2"),
         (["--topology=v5e:4x4", "--num_slices=0"], "--num_slices must be positive"),
@@ -251,6 +253,8 @@ def test_printed_plans(capsys):
     assert "ESTIMATE: at most 9.22 G steps/s" in text
     assert "this chip's clock is not published." in text
     assert "The run: 1,048,576 steps, 2 updates, about 114 μs at this speed." in text
+    host = printed(table.print_plan, dataclasses.replace(plan, arch="sebulba"), capsys)
+    assert "the environments of each host must make 2.31 G steps/s." in " ".join(host.split())
     slow = dataclasses.replace(plan, compiler_steps_per_second=1e4)
     text = printed(table.print_plan, slow, capsys)
     assert "about 10.0 k steps/s by the compiler's estimate of cycles." in text
@@ -274,25 +278,22 @@ def test_printed_plans(capsys):
     assert "ESTIMATE of all agents together: at most 9.22 G steps/s" in text
 
     text = printed(table.print_scaling, [plan, no_fit], capsys)
-    (line, too_large) = (line for line in text.splitlines() if line.startswith("│ 4 x"))
-    assert "4.0 MiB of 16.0 GiB" in line
-    assert [cell.strip() for cell in line.split("│")[-5:-1]] == [
-        "16 Bytes",
-        "9.22 G",
-        "-",
-        "114 μs",
-    ]
-    assert "too large" in too_large
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines()]
+    rows = {row[0]: row[1:] for row in cells if row}
+    assert rows["memory per core"] == ["4.0 MiB of 16.0 GiB", "too large"]
+    assert rows["sent to other slices per update"] == ["16 Bytes", ""]
+    assert rows["steps/s, roofline"] == ["9.22 G", ""]
+    assert rows["time of the run"] == ["114 μs", ""]
     assert "4 x v2:2x2: TOO LARGE" in text
     assert "rented" not in text
-    flat = dataclasses.replace(plan, topology="v4:4x4")
+    flat = dataclasses.replace(plan, topology="v4:4x4x2")
     for text in (
         printed(table.print_plan, flat, capsys),
         printed(table.print_scaling, [flat, plan], capsys),
     ):
-        assert text.count("v4:4x4 is not among the slices that can be rented") == 1
+        assert text.count("v4:4x4x2 is not among the slices that can be rented") == 1
     assert all(map(chips.is_offered, (*chips.TOPOLOGIES, "v5p:4x4x12")))
-    assert not any(map(chips.is_offered, ("v3:2x4", "v6e:4x4x4", "v4:4x12x4")))
+    assert not any(map(chips.is_offered, ("v3:2x4", "v5e:4x2", "v4:4x12x4")))
 
 
 def test_tpu_programs_use_jaxs_own_random_keys():

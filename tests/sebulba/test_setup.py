@@ -107,6 +107,7 @@ def test_configs_fit_hosts_of_any_size(name, count):
         ({"sebulba__actor_devices": tuple(range(8))}, "leaves none of 8 devices to learn"),
         ({"num_envs": 40}, r"does not divide evenly over 6 devices times 4 actor .*; 48 would"),
         ({"num_envs": 48, "num_minibatches": 7}, "num_minibatches=7 does not divide the 64 items"),
+        ({"num_envs": 48, "num_minibatches": 9999}, "num_minibatches=9999 does not divide the 64"),
         ({"stagger": 5, "num_envs": 48}, "stagger=5 is for environments written in JAX"),
         ({"sebulba__free_running": True}, "which agent='ppo' does not correct for"),
         ({"sebulba__lag": 2}, "sebulba.lag must be 0 or 1, got 2"),

@@ -77,6 +77,10 @@ def test_a_finished_run_is_not_trained_again(tmp_path):
     assert bits(again.weights) == bits(first.weights)
     assert again.metrics == first.metrics
     assert again.summary == first.summary
+    # Settings that nothing was trained with are not recorded.
+    config = (tmp_path / "run" / "config.json").read_bytes()
+    anakin.train(resumable(learning_rate=1.0), tmp_path / "run", quiet=True)
+    assert (tmp_path / "run" / "config.json").read_bytes() == config
     # A longer run is resumed; that its learning rate is annealed differently is the user's choice.
     longer = anakin.train(resumable(total_steps=16 * 8 * 12), tmp_path / "run", quiet=True)
     assert longer.metrics[:10] == first.metrics

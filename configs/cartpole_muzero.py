@@ -7,7 +7,7 @@ are those of a worse policy. Without normalised layers (``network.layer_norm``) 
 below 300.
 
 Result: the final, greedy evaluation is between 499.5 and 500 with the seeds 0 to 11. Hardware: one
-core of an AMD EPYC, TIME seconds, compilation included.
+core of an AMD EPYC (family 25, model 17), beside other programs.
 """
 
 import ml_collections

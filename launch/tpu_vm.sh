@@ -32,7 +32,7 @@ The program:
                            repository. Default: this repository
   --install=COMMAND        command that installs it, run in its folder; default: a Python 3.12
                            environment in .venv with '.[tpu,gcs,sebulba,remote]'; suites such as
-                           Brax need their extra: "pip install -e '.[tpu,gcs,brax]'"
+                           Brax need their extra, see docs/launch-tpu-vm.md
 
 The log of worker 0 is read by SSH to its external address, unless one of these is specified:
   --internal_ip            connect to its internal address, from a machine in the same VPC network
@@ -88,7 +88,7 @@ while (($#)); do
     --poll=*) poll=${1#*=} ;;
     --help | -h) usage && exit 0 ;;
     --) shift && break ;;
-    *) reject "unknown option $1; '--' stands before the command" ;;
+    *) reject "unknown option $1; put '--' before the command" ;;
   esac
   shift
 done
@@ -107,9 +107,12 @@ lower-case letters, digits, '-', '_' and '.'"
 [[ -d $source || $source == *://* ]] || reject "--source=$source is neither a folder nor a URL"
 if [[ -d $source ]]; then
   for argument; do
+    # Shipped configs may be given by name; absolute paths are the workers' own.
     [[ $argument =~ ^--config=([^/:][^:]*) ]] || continue
-    git -C "$source" ls-files --error-unmatch "${BASH_REMATCH[1]}" >/dev/null 2>&1 ||
-      reject "$argument is no file that git tracks in $source, so that it would not be uploaded"
+    file=${BASH_REMATCH[1]}
+    [[ $file == */* || $file == *.py ]] || continue
+    git -C "$source" ls-files --error-unmatch "$file" >/dev/null 2>&1 ||
+      reject "$file (--config) is not tracked by git in $source, so it would not be uploaded"
   done
 fi
 ! $keep || ! $self_delete || reject "--keep and --self_delete exclude each other"

@@ -226,8 +226,12 @@ def check_kwargs(name: str, function: Callable[..., Any], kwargs: Mapping[str, A
     try:
         signature.bind(**kwargs)
     except TypeError as error:
-        wrong = next((key for key in kwargs if key not in signature.parameters), None)
-        reason = error if wrong is None else unknown("argument", wrong, signature.parameters)
+        known = signature.parameters
+        any_name = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in known.values())
+        wrong = next((key for key in kwargs if key not in known), None)
+        reason = error
+        if wrong is not None and known and not any_name:
+            reason = unknown("argument", wrong, known)
         raise ConfigError(f"{name} does not take env_kwargs={dict(kwargs)}: {reason}") from error
 
 

@@ -6,11 +6,11 @@ episode's end ignores its action, has reward 0 and arrives at the first observat
 
 import importlib
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -109,8 +109,8 @@ def _in_processes(make: Maker, count: int) -> Any:
         autoreset_mode=gymnasium.vector.AutoresetMode.NEXT_STEP,
     )
     # If they were not closed, multiprocessing would send them SIGTERM at the end, and wait for ever
-    # for one that hangs.
-    weakref.finalize(envs, _kill, envs.processes)
+    # for one that hangs. This comes before.
+    multiprocessing.util.Finalize(envs, _kill, args=(envs.processes,), exitpriority=0)
     return envs
 
 
@@ -244,7 +244,7 @@ def _check_observation(name: str, space: Any, method: str, observation: Any) -> 
 
 
 def _check_count(name: str, method: str, returned: Any, values: str) -> None:
-    found = len(returned) if isinstance(returned, tuple) else 1
+    found = len(returned) if isinstance(returned, tuple | list) else 1
     if found != len(values.split(", ")):
         raise ConfigError(
             f"gymnasium:{name}: {method} returned {found} value{'s' * (found > 1)}; it must return "
@@ -252,32 +252,33 @@ def _check_count(name: str, method: str, returned: Any, values: str) -> None:
         )
 
 
-def _legal_action(env: Any, observation: Any) -> Any:
+def _legal_action(space: Any, observation: Any) -> Any:
     mask = observation.get(ACTION_MASK) if isinstance(observation, Mapping) else None
-    if mask is None:
-        return env.action_space.sample()
-    return env.action_space.sample(mask=np.asarray(mask, np.int8))
+    return space.sample() if mask is None else space.sample(mask=np.asarray(mask, np.int8))
 
 
 def _check(name: str, env: Any) -> None:
-    """Resets and steps an environment once, and checks what it returns as the processes would, in
-    which the run would fail later.
+    """Resets and steps an environment once, and checks what it returns, so that a run does not fail
+    later, in the processes.
 
     Raises:
       ConfigError: it is not what Gymnasium's interface or the observation space says.
     """
-    # Wrappers would fail first, with errors of their own.
-    own = env.unwrapped
-    returned = own.reset(seed=0)
+    observed, action = env.observation_space, env.action_space
+    wrappers = _import().wrappers
+    # Gymnasium's own wrappers would fail first, with errors of their own.
+    while isinstance(
+        env, wrappers.TimeLimit | wrappers.OrderEnforcing | wrappers.PassiveEnvChecker
+    ):
+        env = env.env
+    returned = env.reset(seed=0)
     _check_count(name, "reset", returned, "observation, info")
-    returned = own.step(_legal_action(own, returned[0]))
+    _check_observation(name, observed, "reset", returned[0])
+    returned = env.step(_legal_action(action, returned[0]))
     _check_count(name, "step", returned, "observation, reward, terminated, truncated, info")
-    observation, _ = env.reset(seed=0)
-    _check_observation(name, env.observation_space, "reset", observation)
-    observation, *others, _ = env.step(_legal_action(env, observation))
-    _check_observation(name, env.observation_space, "step", observation)
+    _check_observation(name, observed, "step", returned[0])
     kinds = {"reward": "one number", "terminated": "True or False", "truncated": "True or False"}
-    for (what, kind), value in zip(kinds.items(), others, strict=True):
+    for (what, kind), value in zip(kinds.items(), returned[1:4], strict=True):
         array = np.asarray(value)
         if array.shape != () or array.dtype.kind not in "biuf":
             raise ConfigError(

@@ -119,7 +119,9 @@ def load(path: str, kwargs: Mapping[str, Any], params: Mapping[str, Any]) -> Env
     if getattr(cls, "is_truncated", None) is base.is_truncated:
         _check_limit(env, path, changed)
     made = adapt(env, path, params)
-    if "render" not in vars(cls):
+    drawing = next((each for each in cls.__mro__ if "render" in vars(each)), None)
+    # What a class of gymnax's own returns is a figure, and not an image.
+    if drawing is None or drawing.__module__.startswith("gymnax."):
         return made
     return made._replace(render=lambda state: _image(path, env.render(state.env, changed)))
 

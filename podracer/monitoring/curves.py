@@ -10,7 +10,7 @@ the start of a run and include compilation and evaluation.
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -136,6 +136,14 @@ def read_seeds(workdir: str | os.PathLike[str], metric: str) -> list[MetricHisto
     ]
 
 
+def _label(
+    config: Mapping[str, Any], settings: Sequence[str], without: Collection[str] = ()
+) -> str:
+    """These settings of a config, but those in the sections ``without``."""
+    kept = [key for key in settings if key.partition(".")[0] not in without]
+    return ", ".join(f"{key}={config.get(key, 'default')}" for key in kept)
+
+
 def group_runs(runs: Sequence[MetricHistory], label: Sequence[str] = ()) -> list[SeedGroup]:
     """Groups runs whose configs differ only in the seed, in the given order.
 
@@ -173,15 +181,12 @@ def group_runs(runs: Sequence[MetricHistory], label: Sequence[str] = ()) -> list
         or ["agent"]
     )
     agents = {config["agent"] for config in settings}
+    # The section of an agent means nothing to the others.
     labels = [
-        ", ".join(
-            f"{key}={config.get(key, 'default')}"
-            for key in named
-            # The section of an agent means nothing to the others.
-            if key in label or key.partition(".")[0] not in agents - {config["agent"]}
-        )
-        for config in settings
+        _label(config, named, () if label else agents - {config["agent"]}) for config in settings
     ]
+    if len({*labels}) < len(labels):
+        labels = [_label(config, named) for config in settings]
     for same in labels:
         if labels.count(same) > 1:
             raise ConfigError(

@@ -137,8 +137,9 @@ def _numbers(shape: str) -> list[int]:
 def _exists(kind: str, shape: str) -> bool:
     """Whether chips of a kind can be connected like this. The compiler ends the process for some
     shapes that can't be."""
-    numbers, largest = _numbers(shape), _numbers(CHIPS[kind].slices[-1])
-    return len(numbers) == len(largest) and 0 < math.prod(numbers) <= math.prod(largest)
+    numbers, largest = sorted(_numbers(shape)), _numbers(CHIPS[kind].slices[-1])
+    sizes = len(numbers) == len(largest)
+    return sizes and all(0 < n <= most for n, most in zip(numbers, largest, strict=True))
 
 
 def is_offered(topology: str) -> bool:

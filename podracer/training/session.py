@@ -96,7 +96,7 @@ class Session:
         self._rows: list[Row] = []
         self._saved_at = time.monotonic()
         self._finished = False
-        # What config.json will hold. That of a run which this start adds nothing to stays.
+        # What config.json will hold. A run that was finished keeps its own.
         self._content: dict[str, Any] = {}
         self._profile = Profile(0, None)
         again = "the same command"
@@ -198,7 +198,7 @@ class Session:
         step = progress.update * self._sizes.steps_per_update
         progress = self._rewind(progress, step, clock)
         self._finished = progress.update >= self._sizes.num_updates and progress.pending is None
-        if self._files is not None and not self._finished:
+        if self._files is not None and self._saved_summary() is None:
             self._files.dump(workdir_lib.CONFIG, self._content)
         if self._finished:
             self.log(

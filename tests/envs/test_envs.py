@@ -176,6 +176,10 @@ class Drawn(Corridor):
         return np.full((4, 6, 3), 10 * state.time, np.uint8)
 
 
+class DrawnToo(Drawn):
+    pass
+
+
 class Flat(Corridor):
     def render(self, state, params):
         return np.zeros((4, 6))
@@ -244,7 +248,7 @@ def test_a_users_environment_by_importable_path():
 
 
 def test_an_own_environment_may_draw_itself():
-    env = envs.make_environment(f"{__name__}:Drawn", {}, {})
+    env = envs.make_environment(f"{__name__}:DrawnToo", {}, {})
     state, _ = env.reset(prng.key(0))
     state, _ = env.step(prng.key(0), state, jnp.int32(1))
     assert env.render is not None

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import types
 from typing import Any
 
@@ -20,6 +21,10 @@ from podracer import envs
 from podracer.acting import host_unroll
 from podracer.envs import dummy, envpool, spaces
 from podracer.errors import ConfigError
+
+
+def images(shape):
+    return gymnasium.spaces.Box(0, 255, shape, np.uint8)
 
 
 def play(env, steps, seeds=(1, 2, 3, 4), actions=None):
@@ -209,24 +214,59 @@ def test_what_an_own_environment_returns_is_checked(method, returned, message, p
 
 
 HANGS = """
-import sys, threading
+import os, signal, sys, tempfile, threading, time
+
+tempfile.TemporaryDirectory()  # registers what runs at the end before multiprocessing does
 import numpy as np
+
 from podracer import envs
 
-sleeper = "gymnasium:tests.distributed.sleeper:Sleeper-v0"
+sleeper, steps = "gymnasium:tests.distributed.sleeper:Sleeper-v0", []
 pool = envs.make_host_environment(sleeper, {"folder": sys.argv[1]}, {}).make_pool([0], 1)
 pool.reset()
-steps = lambda: [pool.step(np.zeros(1, np.int32)) for _ in range(30)]
-thread = threading.Thread(target=steps, daemon=True)
-thread.start()
-thread.join(3)
-assert thread.is_alive()
+step = lambda: [steps.append(pool.step(np.zeros(1, np.int32))) for _ in range(30)]
+threading.Thread(target=step, daemon=True).start()
+while len(steps) < 19:
+    time.sleep(0.1)
+if sys.argv[2] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_process_ends_although_an_environment_hangs(tmp_path):
-    ended = subprocess.run([sys.executable, "-c", HANGS, str(tmp_path)], timeout=60, check=False)
-    assert ended.returncode == 0
+@pytest.mark.parametrize(("end", "code"), [("ended", 0), ("killed", -signal.SIGKILL)])
+def test_no_process_outlives_one_that_ends_although_an_environment_hangs(end, code, tmp_path):
+    arguments = [sys.executable, "-c", HANGS, str(tmp_path), end]
+    assert subprocess.run(arguments, timeout=100, check=False).returncode == code
+    deadline = time.monotonic() + 30
+    while any(pathlib.Path("/proc", path.name).exists() for path in tmp_path.iterdir()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+class OldInterface(gymnasium.Env):
+    """Returns what Gym's environments returned before version 0.26."""
+
+    observation_space, action_space = images((2,)), gymnasium.spaces.Discrete(2)
+
+    def reset(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return np.zeros(2, np.uint8)
+
+    def step(self, action) -> Any:
+        return np.zeros(2, np.uint8), 0.0, False, {}
+
+
+class NewInterface(gymnasium.Wrapper):
+    def reset(self, *, seed=None, options=None) -> Any:
+        return self.env.reset(), {}
+
+    def step(self, action) -> Any:
+        observation, reward, done, info = self.env.step(action)
+        return observation, reward, done, False, info
+
+
+def test_a_wrapper_may_adapt_an_interface():
+    gymnasium.register("Adapted-v0", lambda: NewInterface(OldInterface()))
+    assert envs.make_host_environment("gymnasium:Adapted-v0", {}, {}).spec.observation.shape == (2,)
 
 
 @pytest.mark.parametrize(
@@ -319,10 +359,6 @@ def test_a_missing_envpool_is_named(monkeypatch):
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(ConfigError, match=r"pip install -e '\.\[sebulba\]'"):
         envs.make_host_environment("envpool:Pong-v5", {}, {})
-
-
-def images(shape):
-    return gymnasium.spaces.Box(0, 255, shape, np.uint8)
 
 
 class Photos(gymnasium.Env):

@@ -513,7 +513,7 @@ def test_tpu_vm_chooses_the_runtime_version(cloud):
         (["--name=My_run"], "--name=My_run must begin with a letter and have lower-case"),
         (["--keep", "--self_delete"], "--keep and --self_delete exclude each other"),
         (["--accelerator_type=v5e-16"], "v4-N, v5litepod-N (v5e), v5p-N and v6e-N"),
-        (["python"], "unknown option python; '--' stands before the command"),
+        (["python"], "unknown option python; put '--' before the command"),
         (["--accelerator_type=v6e"], "unknown --accelerator_type=v6e;"),
         (["--accelerator_type=tpu7x-8"], "unknown --accelerator_type=tpu7x-8;"),
     ],
@@ -535,8 +535,10 @@ def test_tpu_vm_rejects_what_cannot_run_before_anything_is_billed(cloud):
         assert f"{workdir} (--workdir) is no folder of a bucket" in errors
     code, _, errors = finished(tpu_vm(cloud, [], "--", "python", "--config=new.py"))
     assert code == 2
-    assert "--config=new.py is no file that git tracks" in errors
+    assert "new.py (--config) is not tracked by git" in errors
     assert not calls(cloud)
+    shipped = ("--dry_run", "--", "python", "--config=cartpole", "--config=train.py")
+    assert finished(tpu_vm(cloud, [], *shipped))[0] == 0
     (cloud / "slices/pod").mkdir(parents=True)
     (cloud / "slices/pod/state").write_text("ACTIVE")
     code, _, errors = finished(tpu_vm(cloud, []))

@@ -119,10 +119,11 @@ def test_labels_leave_out_the_sections_of_other_agents(tmp_path):
         write_run(tmp_path / "a", agent="vtrace", ppo={"clip": 0.2}),
         write_run(tmp_path / "b", agent="ppo", ppo={"clip": 0.1}),
     ]
-    assert [group.label for group in groups_of(*runs)] == [
-        "agent=vtrace",
-        "agent=ppo, ppo.clip=0.1",
-    ]
+    labels = [group.label for group in groups_of(*runs)]
+    assert labels == ["agent=vtrace", "agent=ppo, ppo.clip=0.1"]
+    runs.append(write_run(tmp_path / "c", agent="vtrace", ppo={"clip": 0.3}))
+    labels = [group.label for group in groups_of(*runs)]
+    assert labels[::2] == ["agent=vtrace, ppo.clip=0.2", "agent=vtrace, ppo.clip=0.3"]
 
 
 def test_labels_may_name_some_settings_only(tmp_path):

@@ -1,4 +1,4 @@
-"""MuZero's model of images, whose states are images too."""
+"""MuZero's model; most of its tests are of images, whose states are images too."""
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,20 @@ def test_states_follow_from_each_observation_and_action_alone():
     # Bytes are numbers of 255ths.
     again = model.represent(params, jnp.asarray(observation, jnp.float32) / 255)
     np.testing.assert_allclose(again, state, atol=1e-5)
+
+
+@pytest.mark.parametrize("state", ["vector", "planes"])
+def test_dense_layers_are_normalised(state):
+    shape = (4,) if state == "vector" else (6, 6, 2)
+    spec = Spec(jax.ShapeDtypeStruct(shape, jnp.float32), Discrete(ACTIONS))
+    config = ModelConfig(state, hidden=(8,), channels=4, blocks=1)
+
+    def arrays(on):
+        model = make_model(spec, NetworkConfig(hidden=(), layer_norm=on), config, ATOMS)
+        return len(jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
+
+    # Dynamics, policy and value have a hidden layer each, with a scale and a bias.
+    assert arrays(True) - arrays(False) == 2 * 3
 
 
 def test_the_gradient_of_a_scaled_state_is_finite():

@@ -340,7 +340,7 @@ STRANGERS = {
         {},
         True,
         "imports the module 'evil_module'",
-        "Evil",
+        "'evil_module' registers no environment",
     ),
     "a program": (
         "envpool:Basic-v1",

@@ -5,7 +5,7 @@ import importlib.util
 from typing import Any
 
 from podracer import config as config_lib
-from podracer.storage import workdir
+from podracer.storage import versions as versions_lib
 
 
 def read_config(path: str | None) -> Any:
@@ -29,5 +29,5 @@ def override(config: Any, args: argparse.Namespace, *keys: str) -> None:
 
 def versions(*packages: str) -> dict[str, str | None]:
     """The versions of packages; None for one that is not installed, as podracer on PYTHONPATH."""
-    installed = workdir.versions()
+    installed = versions_lib.versions()
     return {name: installed.get(name) for name in packages}

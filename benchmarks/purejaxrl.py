@@ -26,7 +26,7 @@ import numpy as np
 import results_lines
 
 from podracer.envs.gymnax import import_gymnax
-from podracer.storage import workdir
+from podracer.storage.versions import versions
 
 # For MinAtar, by its notebook examples/brax_minatar.ipynb.
 SETTINGS = {
@@ -108,7 +108,7 @@ def train(module: Any, env: str, steps: int, seed: int) -> results_lines.Line:
         seed=seed,
         command=f"python benchmarks/purejaxrl.py PATH --env={env} --total_steps={steps}",
         config=config,
-        versions=workdir.versions(),
+        versions=versions(),
         hardware=results_lines.hardware(len(os.sched_getaffinity(0))),
         steps=steps,
         seconds=round(end - start, 1),

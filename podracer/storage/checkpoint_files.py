@@ -28,7 +28,8 @@ from podracer.storage.deferred_json import (
     DeferredJsonRestore,
     DeferredJsonSave,
 )
-from podracer.storage.workdir import CHECKPOINTS, versions
+from podracer.storage.versions import versions
+from podracer.storage.workdir import CHECKPOINTS
 from podracer.types import Array, ArrayTree, Row
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from podracer.errors import ConfigError
-from podracer.storage.workdir import versions
+from podracer.storage.versions import versions
 
 
 def note(wrote: str | None) -> str:

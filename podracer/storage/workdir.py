@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import importlib.metadata
 import json
 import math
 import os
-import platform
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from etils import epath
 
-from podracer.errors import DISTRIBUTION, ERRORS, ConfigError, SaveError
+from podracer.errors import ERRORS, ConfigError, SaveError
 from podracer.storage import bucket, retry
 from podracer.storage.bucket import LOCK, Mirror
 
@@ -36,11 +34,6 @@ CHECKPOINTS = "checkpoints"
 LEARNING_CURVE = "learning_curve.png"
 # Suffix that is added to the name of a file that can't be read when a run is resumed.
 DAMAGED = ".damaged"
-PACKAGES = (
-    "jax", "jaxlib", "flax", "optax", "rlax", "distrax", "chex", "mctx", "gymnax", "envpool",
-    "gymnasium", "brax", "craftax", "jumanji", "navix", "pgx", "playground", "xminigrid", "grpcio",
-    "orbax-checkpoint", "numpy",
-)  # fmt: skip
 # Errors of file systems without locks, such as some Lustre and NFS mounts.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
@@ -129,15 +122,6 @@ def _parse_rows(text: str) -> tuple[list[Row], list[str]]:
 def writer(content: Mapping[str, Any]) -> str | None:
     """The version of podracer that wrote a ``config.json``; None if it does not say."""
     return content.get("versions", {}).get("podracer")
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python, podracer and the packages that matter to a run, if they are installed."""
-    found = {"python": platform.python_version()}
-    for name, package in (("podracer", DISTRIBUTION), *zip(PACKAGES, PACKAGES, strict=True)):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(package)
-    return found
 
 
 class Workdir:

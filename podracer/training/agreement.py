@@ -11,7 +11,7 @@ from podracer.distributed.processes import Processes
 from podracer.errors import ConfigError
 from podracer.storage import bucket, retry
 from podracer.storage.compatibility import differences
-from podracer.storage.workdir import versions
+from podracer.storage.versions import versions
 from podracer.training.options import Options
 
 # Packages whose versions must be the same in all processes.

@@ -22,7 +22,7 @@ import podracer
 from podracer.errors import DISTRIBUTION, PACKAGE, ConfigError
 from podracer.monitoring.formatting import size
 from podracer.storage import bucket
-from podracer.storage.workdir import versions
+from podracer.storage.versions import versions
 
 State = Literal["ok", "note", "warning", "problem"]
 # How everything is installed, as podracer is on no package index yet.
@@ -109,7 +109,9 @@ def check_versions() -> Iterator[Finding]:
     """Python, podracer and the packages that it needs."""
     found = versions()
     found.pop("podracer", None)
-    yield Finding("ok", "podracer", f"{podracer.__version__} in {PACKAGE}{_commit()}")
+    commit = found.pop("commit", "")
+    clone = f", commit {commit}" if commit else ""
+    yield Finding("ok", "podracer", f"{podracer.__version__} in {PACKAGE}{clone}")
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
     yield Finding("ok", "Python", f"{found.pop('python')} on {system}")
     yield Finding("ok", "packages", ", ".join(f"{name} {x}" for name, x in found.items()))
@@ -120,15 +122,6 @@ def check_versions() -> Iterator[Finding]:
         return
     if wrong:
         yield Finding("problem", "packages", "; ".join(wrong), f"{INSTALL} -e .")
-
-
-def _commit() -> str:
-    """The commit of a clone."""
-    if not (PACKAGE.parent / ".git").exists() or not shutil.which("git"):
-        return ""
-    command = ["git", "-C", str(PACKAGE.parent), "describe", "--always", "--dirty"]
-    text = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    return f", commit {text}" if text else ""
 
 
 def requirements(extra: str = "", package: str = DISTRIBUTION) -> list[Requirement]:

@@ -28,6 +28,7 @@ from podracer.storage import bucket, upgrading
 from podracer.storage import workdir as workdir_lib
 from podracer.storage.checkpoint import Checkpoints, Progress, load_weights
 from podracer.storage.compatibility import check_num_agents, check_same_run
+from podracer.storage.versions import versions
 from podracer.storage.workdir import CHECKPOINTS, Workdir
 from podracer.training import builder
 from podracer.training.agreement import check_alike, check_shared
@@ -158,7 +159,7 @@ class Session:
                 "devices": [str(device) for device in devices],
                 "device_kind": devices[0].device_kind,
                 "processes": jax.process_count(),
-                "versions": workdir_lib.versions(),
+                "versions": versions(),
                 "command": list(self._options.command),
             }
             self._content = content

@@ -19,6 +19,7 @@ from podracer.errors import ConfigError, DivergedError
 from podracer.monitoring.curves import mean_and_interval
 from podracer.monitoring.formatting import mean_and_error
 from podracer.storage import workdir as workdir_lib
+from podracer.storage.versions import versions
 from podracer.storage.workdir import Workdir
 from podracer.training.loop import Result
 from podracer.training.options import Options, RunOptions
@@ -149,7 +150,7 @@ def _folder(
             "config": dataclasses.asdict(config),
             "sizes": {"num_agents": len(config.members)},
             "members": [member.name for member in config.members],
-            "versions": workdir_lib.versions(),
+            "versions": versions(),
             "command": list(given.command),
         }
         folder.dump(workdir_lib.CONFIG, content)

@@ -13,7 +13,8 @@ from flax.traverse_util import flatten_dict
 import podracer
 from podracer import anakin, errors
 from podracer import config as config_lib
-from podracer.storage.workdir import read_config, read_rows, versions
+from podracer.storage.versions import versions
+from podracer.storage.workdir import read_config, read_rows
 from podracer.training.saved_run import evaluate
 from tests.storage.make_old_runs import FOLDER, RUNS
 

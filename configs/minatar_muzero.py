@@ -1,0 +1,38 @@
+"""MinAtar by MuZero with a search of 8 simulations; ``--config.env`` chooses the game.
+
+    python -m podracer.anakin --config=configs/minatar_muzero.py
+
+States are vectors: MinAtar's convolutional network represents the 10 x 10 observations, and the
+model itself has dense layers only, which a CPU computes much faster than convolutions.
+
+Result: the final, greedy evaluation of Breakout is 24.6 with seed 0. With a learning rate of 5e-4
+and half of the gradient steps it is 14.3; PPO (``minatar.py``) reaches 37.1 in as many steps.
+Hardware: one core of an AMD EPYC (family 25, model 17) beside other programs, 54 minutes.
+"""
+
+import ml_collections
+
+from podracer.config import default_config
+
+
+def get_config() -> ml_collections.ConfigDict:
+    config = default_config("muzero")
+    config.env = "gymnax:Breakout-MinAtar"
+    config.total_steps = 1_000_000
+    config.num_envs = 64
+    config.unroll_length = 4
+    config.discount = 0.99
+    config.value_cost = 1.0
+    config.network.torso = "minatar"
+    config.replay.capacity = 204_800
+    config.replay.begin = 10_000
+    config.replay.priority_exponent = 0.0
+    config.replay.gradient_steps = 16
+    config.muzero.bootstrap = "target"
+    config.muzero.n_step = 5
+    config.muzero.largest_value = 60.0
+    config.muzero.atoms = 61
+    config.muzero.model.size = 128
+    config.muzero.model.hidden = (128,)
+    config.muzero.search.least_range = 1.0
+    return config

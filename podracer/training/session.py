@@ -97,7 +97,7 @@ class Session:
         self._rows: list[Row] = []
         self._saved_at = time.monotonic()
         self._finished = False
-        # What config.json will hold. A run that was finished keeps its own.
+        # What ``restore`` writes into config.json. A run that was finished keeps its own.
         self._content: dict[str, Any] = {}
         self._profile = Profile(0, None)
         again = "the same command"
@@ -163,6 +163,7 @@ class Session:
                 "command": list(self._options.command),
             }
             self._content = content
+            # At once, so that a new run can be looked at while it compiles.
             if self._files.config is None:
                 self._files.dump(workdir_lib.CONFIG, content)
 

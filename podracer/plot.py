@@ -17,12 +17,9 @@ PARSER = ArgumentParser(
     formatter_class=argparse.RawDescriptionHelpFormatter,
 )
 PARSER.add_argument("runs", nargs="+", metavar="WORKDIR", help="The folder of a run")
+PARSER.add_argument("--out", default="curves", help="NAME of NAME.png and NAME.svg, or NAME.pdf")
 PARSER.add_argument(
-    "--out", default="curves", help="The figure's path: NAME for NAME.png and NAME.svg, or NAME.pdf"
-)
-PARSER.add_argument(
-    "--metric",
-    help=f"Metric to draw; default: {figures.RETURN}, or of a sweep {figures.EVALUATION}",
+    "--metric", help=f"Metric to draw; default: {figures.RETURN}, of sweeps {figures.EVALUATION}"
 )
 PARSER.add_argument("--x", default="both", choices=figures.X, help="x axis of the figure")
 PARSER.add_argument(
@@ -34,6 +31,9 @@ PARSER.add_argument(
     default=[],
     metavar="SETTING",
     help="A setting to name in labels, and again for more of them; default: all that differ",
+)
+PARSER.add_argument(
+    "--name", action="append", default=[], help="A curve's name, and again for each other curve"
 )
 PARSER.add_argument(
     "--sweep", action="store_true", help="Draw the agents of one sweep, and their settings"

@@ -117,13 +117,15 @@ def _speed(row: Mapping[str, int | float]) -> str:
 
 
 def summary_line(row: Row) -> str:
-    """The progress, speed and returns of a row in one line."""
+    """The progress, speed, returns and workers of a row in one line."""
     text = f"{row['step']:,} steps, {_speed(row)}"
     if row.get("train/learned") == 0:
         text += f", replay {row['replay/fill']:.0%} full, not learning yet"
     for label, name in RETURNS.items():
         if name in row:
             text += f", {label} {number(row[name])}"
+    if "remote/workers" in row:
+        text += f", {row['remote/workers']} workers connected, {row['remote/losses']} losses"
     return text
 
 

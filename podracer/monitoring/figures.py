@@ -256,7 +256,13 @@ def save(figure: "Figure", out: str, suffixes: Sequence[str] = (".png", ".svg"))
 
 
 def plot_runs(
-    runs: Sequence[str], out: str, metric: str, x: str, smooth: int, label: Sequence[str]
+    runs: Sequence[str],
+    out: str,
+    metric: str,
+    x: str,
+    smooth: int,
+    label: Sequence[str],
+    name: Sequence[str],
 ) -> None:
     """Draws runs into ``out.png`` and ``out.svg`` and prints their table.
 
@@ -267,13 +273,22 @@ def plot_runs(
       x: a key of ``X``: which x axes to draw.
       smooth: number of consecutive rows of a run to average; 1 averages none.
       label: see ``curves.group_runs``.
+      name: the names of all curves, in place of their labels; if empty, these stay.
 
     Raises:
-      ConfigError: a workdir has no run or no such metric, or the figure can't be written.
+      ConfigError: a workdir has no run or no such metric, there are more or fewer names than
+        curves, or the figure can't be written.
     """
     if smooth < 1:
         raise ConfigError(f"--smooth must be at least 1, got {smooth}")
     groups = group_runs([seed for run in runs for seed in read_seeds(run, metric)], label)
+    if name:
+        if len(name) != len(groups):
+            labels = "; ".join(group.label for group in groups)
+            raise ConfigError(
+                f"--name: {len(name)} names for {len(groups)} curves, which are: {labels}"
+            )
+        groups = [group._replace(label=x) for group, x in zip(groups, name, strict=True)]
     paths = save(draw(groups, metric, X[x], smooth), out)
     printer = console()
     printer.print(tabulate(groups, metric, smooth))

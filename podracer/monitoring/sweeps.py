@@ -167,7 +167,13 @@ def tabulate(histories: Sequence[PointHistory], metric: str) -> Table:
 
 
 def plot_sweep(
-    runs: Sequence[str], out: str, metric: str, x: str, smooth: int, label: Sequence[str]
+    runs: Sequence[str],
+    out: str,
+    metric: str,
+    x: str,
+    smooth: int,
+    label: Sequence[str],
+    name: Sequence[str],
 ) -> None:
     """Draws a sweep into ``out.png`` and ``out.svg``; prints its points and the command that trains
     the best one alone.
@@ -176,7 +182,7 @@ def plot_sweep(
       runs: the workdir of the sweep.
       out: path of the figure, without suffix.
       metric: name of the metric.
-      x, smooth, label: see ``figures.plot_runs``; only their defaults are possible.
+      x, smooth, label, name: see ``figures.plot_runs``; only their defaults are possible.
 
     Raises:
       ConfigError: the workdir has no sweep or no such metric, there are several, an argument is not
@@ -184,8 +190,10 @@ def plot_sweep(
     """
     if len(runs) > 1:
         raise ConfigError(f"--sweep draws one sweep, got {len(runs)} workdirs")
-    if (x, smooth, list(label)) != ("both", 1, []):
-        raise ConfigError("--x, --smooth and --label have no effect with --sweep; leave them out")
+    if (x, smooth, list(label), list(name)) != ("both", 1, [], []):
+        raise ConfigError(
+            "--x, --smooth, --label and --name have no effect with --sweep; leave them out"
+        )
     (workdir,) = runs
     histories, content = read_sweep(workdir, metric), read_config(workdir)
     figure = draw(histories, metric, dashboard.title(content["config"]))

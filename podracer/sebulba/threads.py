@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from podracer.errors import ActorError
+from podracer.errors import ActorError, ConfigError
 
 T = TypeVar("T")
 
@@ -205,9 +205,16 @@ class Supervisor:
             raise Stopped
 
     def check(self) -> None:
-        """Raises ``ActorError`` if a thread has failed or hangs."""
+        """Checks all threads.
+
+        Raises:
+          ActorError: one has failed or hangs.
+          ConfigError: one has failed because of an impossible setting.
+        """
         if self._failure is not None:
             name, error = self._failure
+            if isinstance(error, ConfigError):
+                raise error
             cause, text = type(error).__name__, "".join(traceback.format_exception(error))
             raise ActorError(f"thread {name!r} failed: {cause}: {error}\n{text}") from error
         now = self.now()

@@ -110,7 +110,7 @@ def test_the_agents_of_a_run_with_several_seeds_are_drawn_as_seeds(tmp_path, cap
     assert [run.value.tolist() for run in found] == [[0, 10], [10, 20]]
     # Metrics that are not an agent's are the run's, and a run of one seed joins the others.
     assert len(read_seeds(several, "time/steps_per_second")) == 1
-    figures.plot_runs([several, one], str(tmp_path / "curves"), RETURN, "both", 1, [])
+    figures.plot_runs([several, one], str(tmp_path / "curves"), RETURN, "both", 1, [], [])
     assert re.search(r"ppo +│ +3 ", capsys.readouterr().out)
 
 
@@ -241,6 +241,10 @@ def test_labels_too_long_to_read_can_be_chosen(tmp_path, capsys):
     assert "choose some of them, as in --label=section_0.setting" in capsys.readouterr().out
     assert plot.main([*arguments, "--label=section_0.setting"]) == ExitCode.OK
     assert "choose some" not in capsys.readouterr().out
+    assert plot.main([*arguments, "--name=ten", "--name=a hundred"]) == ExitCode.OK
+    assert re.search(r"│ ten .*│ a hundred ", capsys.readouterr().out, re.DOTALL)
+    svg = (tmp_path / "curves.svg").read_text()
+    assert "<!-- a hundred (1 seed) -->" in svg
 
 
 def test_unfinished_runs_and_nan_are_drawn_with_a_warning(tmp_path, capsys):
@@ -296,6 +300,10 @@ BAD = {
     "label": (
         lambda at: [write_run(at / "a"), "--label=agents"],
         "--label: unknown setting 'agents'; did you mean agent",
+    ),
+    "names": (
+        lambda at: [write_run(at / "a"), write_run(at / "b", agent="dqn"), "--name=PPO"],
+        "--name: 1 names for 2 curves, which are: agent=ppo; agent=dqn",
     ),
     "same label": (
         lambda at: [write_run(at / "a"), write_run(at / "b", agent="dqn"), "--label=env"],

@@ -154,7 +154,7 @@ def test_a_command_that_lacks_a_part_of_the_sweep_is_not_that_of_a_point():
     [
         ({"sweep": {}}, [], "is not a sweep: its config.sweep is empty"),
         ({}, ["--metric=eval/returns"], "unknown metric 'eval/returns'"),
-        ({}, ["--smooth=3"], "--x, --smooth and --label have no effect with --sweep"),
+        ({}, ["--smooth=3"], "--x, --smooth, --label and --name have no effect with --sweep"),
         ({}, ["other"], "--sweep draws one sweep, got 2 workdirs"),
     ],
 )

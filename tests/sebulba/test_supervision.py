@@ -302,6 +302,31 @@ def test_a_hang_ends_the_process_and_those_of_its_environments(tmp_path):
         time.sleep(0.1)
 
 
+@pytest.mark.slow
+def test_a_script_that_trains_when_it_is_imported_is_told_what_to_change(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from podracer import sebulba\n"
+        "from podracer.config import default_config\n"
+        "config = default_config('ppo')\n"
+        "config.env, config.num_envs = 'gymnasium:CartPole-v1', 4\n"
+        "sebulba.train(config, quiet=True)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert run.returncode == 1
+    *trace, error, _ = run.stderr.splitlines()
+    assert 'under if __name__ == "__main__":' in error
+    # The processes themselves print nothing.
+    assert "\n".join(trace).count("Traceback") == 1
+
+
 def test_a_process_that_died_takes_the_others_with_it(tmp_path):
     folder = str(tmp_path)
     env = envs.make_host_environment(

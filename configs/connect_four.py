@@ -14,7 +14,7 @@ from podracer.config import default_config
 def get_config() -> ml_collections.ConfigDict:
     config = default_config("alphazero")
     config.env = "pgx:connect_four"
-    config.total_steps = 1_500_000
+    config.total_steps = 2_000_000
     config.num_envs = 256
     config.unroll_length = 32
     config.num_minibatches = 32

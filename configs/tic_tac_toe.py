@@ -23,6 +23,10 @@ def get_config() -> ml_collections.ConfigDict:
     config.unroll_length = 16
     config.num_minibatches = 32
     config.learning_rate = 2e-3
+    config.alphazero.search.simulations = 4
+    config.alphazero.search.least_range = 0.02
+    config.alphazero.random_moves = 0.5
+    config.alphazero.cut_random_moves = False
     config.evaluation.every = 15
     config.evaluation.episodes = 1000
     return config

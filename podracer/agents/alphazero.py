@@ -63,13 +63,17 @@ class Config:
       evaluation_simulations: number of simulations of a search in evaluations with
         ``evaluation.greedy``; 0 takes the network's most probable action, without a search.
       random_moves: probability of a random action while learning, without which all games become
-        alike. What follows it says nothing about the states before it.
+        alike.
+      cut_random_moves: whether what follows a random action says nothing about the states before
+        it. If not, values are those of games with random moves: the agent learns to be answered
+        badly, and wins more often against weak players and less often against strong ones.
       lambda_: weight of longer horizons in the targets of values; 1 learns the outcome of games.
     """
 
     search: SearchConfig = dataclasses.field(default_factory=lambda: SearchConfig(simulations=16))
     evaluation_simulations: int = 0
     random_moves: float = 0.25
+    cut_random_moves: bool = True
     lambda_: float = 1.0
 
     off_policy: ClassVar[bool] = False
@@ -117,8 +121,8 @@ class Sample(struct.PyTreeNode):
 def value_targets(
     config: Config, discount: float, timestep: TimeStep, values: Array, random: Array
 ) -> Array:
-    """Targets of values ``[T, B]``: outcomes of games, or the values of searches at states in which
-    a random action was taken, or where the unroll ends.
+    """Targets of values ``[T, B]``: outcomes of games, or the values of searches where the unroll
+    ends, or at states in which a random action was taken, if these are cut.
 
     Args:
       config: settings of AlphaZero.
@@ -128,6 +132,7 @@ def value_targets(
       random: ``[T, B]`` bool, which actions were random.
     """
     # Such a transition is cut: the one rule of ``agents/returns.py``.
+    random = random & config.cut_random_moves
     cut = timestep.replace(
         first=timestep.first.at[1:].set(timestep.first[1:] | random),
         discount=timestep.discount.at[1:].set(jnp.where(random, 1.0, timestep.discount[1:])),

@@ -42,16 +42,17 @@ def outcome(timestep, values, random, t, b, lambda_):
     return reward + discount * ((1 - lambda_) * values[t + 1, b] + lambda_ * later)
 
 
-@pytest.mark.parametrize("lambda_", [1.0, 0.7])
-def test_values_are_outcomes_from_the_side_of_the_player_to_move(lambda_):
-    """Up to a random move, behind which the search's value stands."""
+@pytest.mark.parametrize(("lambda_", "cut"), [(1.0, True), (0.7, True), (0.7, False)])
+def test_values_are_outcomes_from_the_side_of_the_player_to_move(lambda_, cut):
+    """If random moves are cut, up to one, behind which the search's value stands."""
     rng = np.random.default_rng(0)
     timestep, random = random_games(rng, 20)
     values = rng.normal(size=(T + 1, 20)).astype(np.float32)
-    config = alphazero.Config(lambda_=lambda_)
+    config = alphazero.Config(lambda_=lambda_, cut_random_moves=cut)
     ours = value_targets(
         config, GAMMA, jax.tree.map(jnp.asarray, timestep), jnp.asarray(values), jnp.asarray(random)
     )
+    random = random & cut
     expected = [
         [outcome(timestep, values, random, t, b, lambda_) for b in range(20)] for t in range(T)
     ]

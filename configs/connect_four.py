@@ -2,8 +2,9 @@
 
     python -m podracer.anakin --config=configs/connect_four.py
 
-Result: with seed 0 the network alone, without a search, wins 98.9 % and loses 1.1 % of 1,000 games
-against random moves, from either side. Hardware: 2 cores of an AMD EPYC, 92 seconds.
+Result: the network alone, without a search, wins 99.0 to 99.8 % and loses 0.2 to 1.0 % of 1,000
+games against random moves, from either side, with the seeds 0 to 4. Hardware: one core of an AMD
+EPYC (family 25, model 17) beside other programs, 106 to 168 seconds.
 """
 
 import ml_collections

@@ -131,8 +131,8 @@ def value_targets(
       values: ``[T+1, B]``, what searches found.
       random: ``[T, B]`` bool, which actions were random.
     """
-    # Such a transition is cut: the one rule of ``agents/returns.py``.
     random = random & config.cut_random_moves
+    # Such a transition is cut: the one rule of ``agents/returns.py``.
     cut = timestep.replace(
         first=timestep.first.at[1:].set(timestep.first[1:] | random),
         discount=timestep.discount.at[1:].set(jnp.where(random, 1.0, timestep.discount[1:])),

@@ -1,8 +1,8 @@
-"""How often a player can win tic-tac-toe against random moves, from both sides together.
+"""How often a player can win tic-tac-toe against random moves, averaged over both sides.
 
     python benchmarks/tic_tac_toe.py
 
-Games are counted exactly, by searching all of them. A board is a tuple of 9 squares: 0 is empty, 1
+Probabilities are exact, by a search of all games. A board is a tuple of 9 squares: 0 is empty, 1
 and 2 are the players'.
 """
 
@@ -14,7 +14,7 @@ LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4
 Board = tuple[int, ...]
 # Which of these moves a player considers on a board.
 Choose = Callable[[Board, int, Sequence[int]], Sequence[int]]
-# What is expected of considered moves that win with these probabilities.
+# Combines the probabilities that the considered moves win.
 Tie = Callable[[Sequence[float]], float]
 
 

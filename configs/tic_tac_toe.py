@@ -2,9 +2,10 @@
 
     python -m podracer.anakin --config=configs/tic_tac_toe.py
 
-Half of all moves of self-play are random, and the network learns the outcomes of these games: it
-expects mistakes, which random moves make. With cut_random_moves, a quarter of random moves and 16
-simulations it wins 94.1 % of 4,000 games (mean of the seeds 0 to 2).
+Half of all moves of self-play are random, and the network learns the outcomes of these games, so
+that its values include the opponent's mistakes. With cut_random_moves, a quarter of random moves,
+16 simulations and a least_range of 0.1 it wins 94.1 % of 4,000 games (mean of the seeds 0 to 2);
+with cut_random_moves=False alone, 94.6 % (seeds 0 and 1).
 
 Result: the network alone, without a search, against random moves: in 1,000 games from either side
 it wins 95.7, 96.1, 95.7, 95.6 and 95.0 % with the seeds 0 to 4, draws the others, and loses none.

@@ -65,8 +65,8 @@ class Config:
       random_moves: probability of a random action while learning, without which all games become
         alike.
       cut_random_moves: whether what follows a random action says nothing about the states before
-        it. If not, values are those of games with random moves: the agent counts on mistakes, and
-        wins more often against weak players and less often against strong ones.
+        it. If not, values are those of games with random moves: they count on mistakes, which may
+        win more games against weak players and fewer against strong ones.
       lambda_: weight of longer horizons in the targets of values; 1 learns the outcome of games.
     """
 

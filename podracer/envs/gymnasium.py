@@ -77,12 +77,8 @@ def _maker(name: str, options: Mapping[str, Any], pixels: Pixels | None) -> Make
     return make_one
 
 
-def _in_processes(name: str, make: Maker, count: int) -> Any:
-    """``count`` environments, each in a process of its own.
-
-    Raises:
-      ConfigError: the processes have ended at once.
-    """
+def _in_processes(make: Maker, count: int) -> Any:
+    """``count`` environments, each in a process of its own."""
     gymnasium = _import()
     parent = os.getpid()
 
@@ -107,17 +103,11 @@ def _in_processes(name: str, make: Maker, count: int) -> Any:
     # A fork of a process that runs JAX's threads can hang, so processes are forks of a server
     # that has imported what they need.
     multiprocessing.get_context("forkserver").set_forkserver_preload(["gymnasium"])
-    try:
-        envs = gymnasium.vector.AsyncVectorEnv(
-            [make_one] * count,
-            context="forkserver",
-            autoreset_mode=gymnasium.vector.AutoresetMode.NEXT_STEP,
-        )
-    except (EOFError, ConnectionError):
-        raise ConfigError(
-            f"the processes of gymnasium:{name} ended before they had made it; if a script trains, "
-            'it must do so under if __name__ == "__main__": because they import the script'
-        ) from None
+    envs = gymnasium.vector.AsyncVectorEnv(
+        [make_one] * count,
+        context="forkserver",
+        autoreset_mode=gymnasium.vector.AutoresetMode.NEXT_STEP,
+    )
     # If they were not closed, multiprocessing would send them SIGTERM at the end, and wait for ever
     # for one that hangs. This comes before.
     multiprocessing.util.Finalize(envs, _kill, args=(envs.processes,), exitpriority=0)
@@ -368,8 +358,7 @@ def make(
 
     def pool(seeds: Sequence[int], threads: int) -> VectorPool:
         del threads
-        envs = _in_processes(name, _maker(name, kwargs, pixels), len(seeds))
-        return VectorPool(name, envs, seeds)
+        return VectorPool(name, _in_processes(_maker(name, kwargs, pixels), len(seeds)), seeds)
 
     def drawn(seed: int) -> VectorPool:
         options = {**kwargs, "render_mode": "rgb_array"}

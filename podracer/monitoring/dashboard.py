@@ -125,7 +125,7 @@ def summary_line(row: Row) -> str:
         if name in row:
             text += f", {label} {number(row[name])}"
     if "remote/workers" in row:
-        text += f", {row['remote/workers']} workers connected, {row['remote/losses']} losses"
+        text += f", workers: {row['remote/workers']} connected, {row['remote/losses']} lost"
     return text
 
 

@@ -158,7 +158,7 @@ def tabulate(groups: Sequence[SeedGroup], metric: str, smooth: int = 1) -> Table
 def notes(groups: Sequence[SeedGroup], metric: str) -> Iterator[str]:
     """Warnings about unfinished runs, values that are not drawn, and labels too long to read."""
     longest = max((group.label for group in groups), key=len)
-    if len(longest) > LONG_LABEL:
+    if len(longest) > LONG_LABEL and "=" in longest:
         yield (
             "labels name all settings that differ between groups; choose some of them, as in "
             f"--label={longest.partition('=')[0]}"

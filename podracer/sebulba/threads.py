@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from podracer.errors import ActorError, ConfigError
+from podracer.errors import ActorError
 
 T = TypeVar("T")
 
@@ -205,16 +205,9 @@ class Supervisor:
             raise Stopped
 
     def check(self) -> None:
-        """Checks all threads.
-
-        Raises:
-          ActorError: one has failed or hangs.
-          ConfigError: one has failed because of an impossible setting.
-        """
+        """Raises ``ActorError`` if a thread has failed or hangs."""
         if self._failure is not None:
             name, error = self._failure
-            if isinstance(error, ConfigError):
-                raise error
             cause, text = type(error).__name__, "".join(traceback.format_exception(error))
             raise ActorError(f"thread {name!r} failed: {cause}: {error}\n{text}") from error
         now = self.now()

@@ -1,5 +1,7 @@
 """Trains with Sebulba: compiles, starts the threads, and runs the training loop."""
 
+import multiprocessing
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -12,6 +14,7 @@ from ml_collections import ConfigDict
 from podracer import config as config_lib
 from podracer.acting.host_unroll import HostUnroll
 from podracer.config import Config, SebulbaConfig
+from podracer.errors import ExitCode
 from podracer.sebulba import program, timing
 from podracer.sebulba.actor import ActorThread, Schedule
 from podracer.sebulba.evaluation import EvaluationThread
@@ -57,6 +60,7 @@ def train(
       SaveError: the run could not be saved or read back.
       TransientError: storage or the network still failed after several attempts.
     """
+    _end_if_imported()
     parsed = config_lib.parse(config)
     if len(parsed.members) > 1 or parsed.sweep:
         check_settings(parsed)
@@ -140,6 +144,19 @@ def _compile_remote(setup: SebulbaSetup, device: Device) -> CompiledIndependent:
         places=options.num_envs // jax.process_count() // setup.num_threads,
         batch=options.batch,
     )
+
+
+def _end_if_imported() -> None:
+    """Ends a process of an environment that imports a script, which would train in it, too."""
+    # multiprocessing checks the same when a process is started.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        print(
+            'a script must train under if __name__ == "__main__": because the processes of its '
+            "environments import it",
+            file=sys.stderr,
+            flush=True,
+        )
+        raise SystemExit(ExitCode.CONFIG)
 
 
 def make_supervisor(options: SebulbaConfig, warn: Callable[[str], None]) -> Supervisor:

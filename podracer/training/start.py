@@ -1,7 +1,6 @@
 """How a run of either architecture starts: processes join, the run is set up, a session opens."""
 
 import contextlib
-import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -83,9 +82,6 @@ def open_session(
     Raises:
       ConfigError: an impossible setting.
     """
-    # multiprocessing checks the same when a process is started.
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise SystemExit('a script must train under if __name__ == "__main__":')
     given = Options(workdir, **options)
     with processes.joined(given.address, config.hosts) as joined:
         clock = Clock()

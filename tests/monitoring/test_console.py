@@ -138,7 +138,7 @@ def test_the_view_shows_workers_and_what_crosses_the_wire():
     words = " ".join(" ".join(line.strip("│ ").split()) for line in drawn(view_of(row)))
     assert "workers connected 2 free places 3 joins 4 losses 5 restarts 6 rejected 7" in words
     assert "received 3.5 MiB sent 0 Bytes env 1.50 to 20.0 ms network 0.250 to 4.00 ms" in words
-    assert dashboard.summary_line(row).endswith(", 2 workers connected, 5 losses")
+    assert dashboard.summary_line(row).endswith(", workers: 2 connected, 5 lost")
 
 
 def test_the_view_shows_a_replay_and_that_it_fills():

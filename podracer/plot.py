@@ -17,7 +17,7 @@ PARSER = ArgumentParser(
     formatter_class=argparse.RawDescriptionHelpFormatter,
 )
 PARSER.add_argument("runs", nargs="+", metavar="WORKDIR", help="The folder of a run")
-PARSER.add_argument("--out", default="curves", help="PATH of PATH.png and PATH.svg, or PATH.pdf")
+PARSER.add_argument("--out", default="curves", help="Path without .png and .svg, or with .pdf")
 PARSER.add_argument(
     "--metric", help=f"Metric to draw; default: {figures.RETURN}, of sweeps {figures.EVALUATION}"
 )
@@ -33,7 +33,10 @@ PARSER.add_argument(
     help="A setting to name in labels, and again for more of them; default: all that differ",
 )
 PARSER.add_argument(
-    "--name", action="append", default=[], help="Name of a curve; one for each, in their order"
+    "--name",
+    action="append",
+    default=[],
+    help="A curve's name; one for each, in the runs' order",
 )
 PARSER.add_argument(
     "--sweep", action="store_true", help="Draw the agents of one sweep, and their settings"

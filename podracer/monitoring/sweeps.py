@@ -166,15 +166,7 @@ def tabulate(histories: Sequence[PointHistory], metric: str) -> Table:
     return table
 
 
-def plot_sweep(
-    runs: Sequence[str],
-    out: str,
-    metric: str,
-    x: str,
-    smooth: int,
-    label: Sequence[str],
-    name: Sequence[str],
-) -> None:
+def plot_sweep(runs: Sequence[str], out: str, metric: str, **others: object) -> None:
     """Draws a sweep into ``out.png`` and ``out.svg``; prints its points and the command that trains
     the best one alone.
 
@@ -182,7 +174,7 @@ def plot_sweep(
       runs: the workdir of the sweep.
       out: path of the figure, without suffix.
       metric: name of the metric.
-      x, smooth, label, name: see ``figures.plot_runs``; only their defaults are possible.
+      **others: the other arguments of ``figures.plot_runs``; only their defaults are possible.
 
     Raises:
       ConfigError: the workdir has no sweep or no such metric, there are several, an argument is not
@@ -190,7 +182,7 @@ def plot_sweep(
     """
     if len(runs) > 1:
         raise ConfigError(f"--sweep draws one sweep, got {len(runs)} workdirs")
-    if (x, smooth, list(label), list(name)) != ("both", 1, [], []):
+    if others != {"x": "both", "smooth": 1, "label": [], "name": []}:
         raise ConfigError(
             "--x, --smooth, --label and --name have no effect with --sweep; leave them out"
         )

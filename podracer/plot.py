@@ -33,10 +33,7 @@ PARSER.add_argument(
     help="A setting to name in labels, and again for more of them; default: all that differ",
 )
 PARSER.add_argument(
-    "--name",
-    action="append",
-    default=[],
-    help="A curve's name; one for each, in the runs' order",
+    "--name", action="append", default=[], help="A curve's name; one for each, in the runs' order"
 )
 PARSER.add_argument(
     "--sweep", action="store_true", help="Draw the agents of one sweep, and their settings"

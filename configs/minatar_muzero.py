@@ -7,7 +7,7 @@ model itself has dense layers only, which a CPU computes much faster than convol
 
 Result: the final, greedy evaluation of Breakout is 24.6 with seed 0. With a learning rate of 5e-4
 and half of the gradient steps it is 14.3; PPO (``minatar.py``) reaches 37.1 in as many steps.
-Asterix is not learned: docs/muzero.md says why.
+Asterix is not learned (docs/muzero.md).
 Hardware: one core of an AMD EPYC (family 25, model 17) beside other programs, 54 minutes.
 """
 

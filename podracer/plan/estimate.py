@@ -284,6 +284,8 @@ def _largest_that_fits(
             continue
         if remaining is None:
             return smaller
+        if remaining.needed >= excess.needed > 0:
+            return None  # The memory does not depend on this size.
         limit = _limit(key, smaller, remaining)
     return None
 
@@ -316,7 +318,7 @@ def _with_fits(
     ``_largest_that_fits``."""
     sizes = {"num_envs": config.num_envs, "unroll_length": config.unroll_length}
     if excess.replay:
-        sizes[CAPACITY] = config.replay.capacity
+        sizes |= {CAPACITY: config.replay.capacity, "replay.batch": config.replay.batch}
     fits = {
         key: _largest_that_fits(config, key, size, excess, check)
         for key, size in (sizes | at_once).items()

@@ -154,23 +154,31 @@ def test_fewer_agents_are_tried_where_several_learn_at_once(monkeypatch):
     assert tried == [(32, 128, 6), (16, 128, 6), (32, 64, 6), (32, 128, 3)]
 
 
-def test_a_replay_that_is_too_large_is_made_smaller():
+@pytest.mark.parametrize(
+    ("capacity", "batch", "fits", "compiled"),
+    [
+        (800_000, 64, {"replay.capacity": 200_000}, [(200, 64)]),
+        # What the number of environments and the unroll's length don't change is tried once each.
+        (100_000, 512, {"replay.batch": 256}, [(100, 512), (100, 512), (100, 256)]),
+    ],
+)
+def test_what_is_too_large_of_a_replay_is_made_smaller(capacity, batch, fits, compiled):
     """Only its capacity changes its size, and only the other sizes change all other memory."""
-    config = config_of("cartpole_dqn.py", **{"replay.capacity": 800_000, "num_envs": 64})
+    config = config_of("cartpole_dqn.py", **{"replay.capacity": capacity, "replay.batch": batch})
     tried = []
 
     def check(config):
         replay = config.replay.capacity // 1000
-        tried.append((config.num_envs, replay))
-        needed = 300 + replay + config.num_envs
+        tried.append((replay, config.replay.batch))
+        needed = 300 + replay + config.replay.batch
         return estimate.TooLarge("step", needed, 700, replay, {}, "") if needed > 700 else None
 
     excess = check(config)
     tried.clear()
-    largest = estimate._largest_that_fits
-    assert largest(config, "replay.capacity", 800_000, excess, check) == 200_000
-    assert largest(config, "num_envs", 64, excess, check) is None
-    assert tried == [(64, 200)]
+    sizes = ("num_envs", "unroll_length", "replay.capacity", "replay.batch")
+    found = estimate._with_fits(excess, config, {}, check).fits
+    assert found == dict.fromkeys(sizes) | fits
+    assert tried == compiled
 
 
 def test_the_architecture_follows_from_the_environment():

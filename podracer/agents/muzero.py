@@ -98,7 +98,12 @@ class Config:
     in_environment: ClassVar[bool] = False
     fixed: ClassVar[tuple[str, ...]] = (
         *replay.FIXED,
-        "muzero.model",
+        "muzero.model.state",
+        "muzero.model.size",
+        "muzero.model.hidden",
+        "muzero.model.channels",
+        "muzero.model.blocks",
+        "muzero.model.halvings",
         "muzero.unroll",
         "muzero.n_step",
         "muzero.largest_value",

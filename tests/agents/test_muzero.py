@@ -1,5 +1,6 @@
 """MuZero: targets beside slow references, its loss beside the paper's formula, and its search."""
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from podracer.agents.search import (
 )
 from podracer.agents.value_scale import Support, rescale
 from podracer.errors import ConfigError
-from podracer.nets.model import make_model
+from podracer.nets.model import ModelConfig, make_model
 from podracer.types import Devices, Discrete, Spec, TimeStep, TrainState
 from tests import references
 from tests.helpers import make_config
@@ -354,3 +355,9 @@ def test_settings_without_effect_or_sense_are_rejected():
     ):
         with pytest.raises(ConfigError, match=match):
             make_config(agent="muzero", **changes)
+
+
+def test_all_settings_of_the_model_but_remat_are_fixed_for_a_run():
+    prefix = "muzero.model."
+    fixed = {key.removeprefix(prefix) for key in muzero.Config.fixed if key.startswith(prefix)}
+    assert fixed | {"remat"} == {field.name for field in dataclasses.fields(ModelConfig)}

@@ -265,6 +265,7 @@ def _largest_that_fits(
 
     The replay buffer is assumed to grow in proportion to its capacity, and all other memory in
     proportion to the other sizes, so that divisors which can't fit are skipped without compiling.
+    If a smaller size needs as much memory, this size is taken to have no effect on it.
 
     Args:
       config: config of a run that does not fit.
@@ -285,7 +286,7 @@ def _largest_that_fits(
         if remaining is None:
             return smaller
         if remaining.needed >= excess.needed > 0:
-            return None  # The memory does not depend on this size.
+            return None
         limit = _limit(key, smaller, remaining)
     return None
 

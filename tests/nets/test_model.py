@@ -17,7 +17,8 @@ ACTIONS, ATOMS = 3, 5
 
 def make(shape, halvings=0, dtype=jnp.uint8, blocks=1, remat=False):
     spec = Spec(jax.ShapeDtypeStruct(shape, dtype), Discrete(ACTIONS))
-    config = ModelConfig("planes", 64, (8,), 4, blocks, halvings, remat)
+    sizes = {"hidden": (8,), "channels": 4, "blocks": blocks, "halvings": halvings}
+    config = ModelConfig("planes", **sizes, remat=remat)
     return make_model(spec, NetworkConfig(), config, ATOMS)
 
 

@@ -3,9 +3,9 @@
     python -m podracer.sebulba --config=configs/lunarlander.py
 
 Result: see docs/results.md for PPO; 200 counts as solved. With ``--config.agent=vtrace``, seed 0:
-196, and 255 with ``--config.learning_rate=1e-3``; with ``--config.total_steps=4_000_000`` 208, and
-241 and 201 at learning rates of 6e-4 and 1e-3.
-Hardware: one core of an AMD EPYC; V-trace ran beside other programs.
+203, and 201 with ``--config.learning_rate=1e-3``. On another processor 196 and 255, and with
+``--config.total_steps=4_000_000`` 208, and 241 and 201 at learning rates of 6e-4 and 1e-3.
+Hardware: one core of an AMD EPYC (family 25, model 17); V-trace ran beside other programs.
 """
 
 import ml_collections

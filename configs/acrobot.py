@@ -2,8 +2,8 @@
 
     python -m podracer.anakin --config=configs/acrobot.py
 
-Result: final evaluations of -73.6, -72.1 and -72.2 with seeds 0 to 2, over 1,024 episodes each.
-Hardware: one core of an AMD EPYC beside other programs, 22 to 27 seconds.
+Result: -74.5 on average in the final evaluations of seeds 0 to 4, over 1,024 episodes each.
+Hardware: one core of an AMD EPYC beside other programs, 21 to 26 seconds.
 """
 
 import ml_collections

@@ -6,7 +6,7 @@ Exploration matters most: with Ape-X's own ``epsilon_alpha`` of 7, most of the 3
 follow the policy almost always, and nothing contradicts values that are too high.
 
 Result: a final, greedy evaluation of 500, the maximum, with each of the seeds 0 to 4. Hardware: one
-core of an AMD EPYC, 8 to 11 seconds beside other programs.
+core of an AMD EPYC, 14 to 15 seconds beside other programs.
 """
 
 import ml_collections

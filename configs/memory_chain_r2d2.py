@@ -7,7 +7,7 @@ gradient would reach the cue otherwise. ``network.core_timescale`` lets the core
 from the start; with 0, one of three seeds learned.
 
 Result: a final evaluation of 1.0, the maximum, with each of the seeds 0 to 4; guessing returns 0.
-Hardware: one core of an AMD EPYC, 8 to 16 seconds beside other programs.
+Hardware: one core of an AMD EPYC, 12 to 14 seconds beside other programs.
 """
 
 import ml_collections

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -53,6 +54,31 @@ def test_speed_beside_purejaxrl_alternates_and_divides(load, capsys, monkeypatch
     assert [size for _, size in measured[::4]] == list(speed.SIZES)
     row = capsys.readouterr().out.splitlines()[2]
     assert row == "| CartPole-v1 | 4 x 128 | 300 K, 300 K | 200 K, 400 K | 1.50, 0.75 |"
+
+
+# Writes three rows, whose loss depends on the core at the third; two runs have two cores.
+ROWS = """
+import json, os, pathlib, sys
+run = pathlib.Path(sys.argv[1].removeprefix("--workdir="))
+run.mkdir()
+core = min(os.sched_getaffinity(0))
+rows = [{"step": i, "wall_time": float(core), "loss": core * (i > 1 and %s)} for i in range(3)]
+(run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="both runs need a core of their own")
+def test_two_commits_compute_the_same_or_the_first_difference_is_named(load, capsys):
+    compare = load("compare_commits")
+    compare.main(["HEAD", "--", "-c", ROWS % "False"])
+    *_, rows, verdict = capsys.readouterr().out.splitlines()
+    assert rows == "3 rows up to step 2 since HEAD"
+    assert verdict == "all metrics are equal, to the last bit"
+    with pytest.raises(SystemExit, match="1"):
+        compare.main(["HEAD", "--", "-c", ROWS % "True"])
+    assert capsys.readouterr().out.splitlines()[-2] == "differs from step 2: loss"
+    with pytest.raises(SystemExit, match=r"no metrics\.jsonl after this time:\nno run"):
+        compare.main(["HEAD", "--", "-c", "print('no run')"])
 
 
 @pytest.mark.weekly

@@ -2,8 +2,8 @@
 
     python -m podracer.anakin --config=configs/pendulum_muzero.py
 
-Result: the final, greedy evaluation is -153.8 with seed 0; returns of training first
-exceed -250 at 26,000 steps.
+Result: the final, greedy evaluation is -153.8, -195.1 and -210.3 with the seeds 0 to 2;
+returns of training of seed 0 first exceed -250 at 26,000 steps.
 Hardware: one core of an AMD EPYC (family 25, model 17) beside another training, 150 seconds.
 """
 

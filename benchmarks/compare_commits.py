@@ -3,19 +3,16 @@
     python benchmarks/compare_commits.py COMMIT -- -m podracer.anakin --config=configs/minatar.py
 
 runs the Python command after ``--`` with the code of the commit and with the working tree at the
-same time, each on a core of its own, stops what has not ended after so many seconds, and compares
-the rows of both metrics.jsonl. What a metric depends on is computed in all rows before, so that
-equal returns and losses mean equal parameters. A result of the commit is then one of today's code,
-too. Exits with 1 if a metric differs.
+same time, each on a core of its own, stops both after ``--seconds``, and compares the rows of both
+metrics.jsonl. Returns and losses depend on all parameters, so that equal ones mean that a result of
+the commit is also one of today's code. Exits with 1 if a metric differs.
 """
 
 import argparse
 import io
-import json
 import os
 import pathlib
 import shlex
-import signal
 import subprocess
 import sys
 import tarfile
@@ -23,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import results_lines
 
 from podracer.storage import workdir
@@ -52,22 +50,23 @@ def start(
 
 
 def stop(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
-    """Waits for processes, and ends those that are not done after so many seconds."""
+    """Waits for processes until they end, or until ``seconds`` have passed and it ends them."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and any(x.poll() is None for x in processes):
-        time.sleep(0.5)
     for process in processes:
-        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(max(0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.terminate()
     for process in processes:
         process.wait()
 
 
 def read_rows(run: pathlib.Path) -> Rows:
-    """The rows of a run's metrics.jsonl; what the run printed is the error if it has none."""
+    """The rows of a run; the error if it has none is what the run printed."""
     path = run / workdir.METRICS
     if not path.exists():
         raise SystemExit(f"no {path.name} after this time:\n{run.with_suffix('.log').read_text()}")
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return workdir.read_rows(run)
 
 
 def differences(before: Rows, after: Rows) -> dict[str, int]:
@@ -75,7 +74,7 @@ def differences(before: Rows, after: Rows) -> dict[str, int]:
     first: dict[str, int] = {}
     for x, y in zip(before, after, strict=False):
         for name in sorted({*x} & {*y}):
-            if not name.startswith(CLOCK) and x[name] != y[name]:
+            if not name.startswith(CLOCK) and not np.array_equal(x[name], y[name], equal_nan=True):
                 first.setdefault(name, int(x["step"]))
     return first
 

@@ -23,8 +23,8 @@ mean wall-clock time of a run, compilation and evaluation included; steps per se
 The lines that this page is made from, with all settings and versions, are in
 [results.jsonl](results.jsonl). The command of a row is that of seed 0; the others add
 `--config.seed=SEED`, and each run needs a `--workdir` of its own. Other versions of packages and
-other processors round differently, so that a seed's return is another one. Lines of earlier commits
-were compared with what [today's code](../benchmarks/README.md#results-of-earlier-commits) computes.
+other processors round differently, so that a seed's return is another one. Runs of earlier
+commits were [compared](../benchmarks/README.md#results-of-earlier-commits) with today's code.
 A first run compiles, and those after it find the compiled program in the cache. Other programs ran
 beside them, so that times are upper bounds. PureJaxRL, CleanRL, Stoix and Brax were trained with
 their own code and networks for as many steps ([results_peers.jsonl](results_peers.jsonl);

@@ -56,7 +56,7 @@ class ModelConfig:
 
 class Model(NamedTuple):
     """A model of an environment, as pure functions of the parameters ``{"representation",
-    "dynamics", "prediction"}``. States are scaled to [0, 1].
+    "dynamics", "prediction"}``. Planes are scaled to [0, 1]; vectors have a root mean square of 1.
 
     Attributes:
       init: ``(key) -> params``.
@@ -73,7 +73,7 @@ class Model(NamedTuple):
 
 
 def scale(state: Array) -> Array:
-    """Scales each state ``[B, ...]`` to [0, 1], appendix G of the paper.
+    """Scales each state ``[B, H, W, channels]`` to [0, 1], appendix G of the paper.
 
     The extremes are sums over the places where they are. The gradient of ``jnp.max`` looks for
     equal numbers instead; a compiler may compute the state again for that, rounded otherwise, and
@@ -86,6 +86,12 @@ def scale(state: Array) -> Array:
 
     low, high = at(flat.argmin(-1)), at(flat.argmax(-1))
     return ((flat - low) / (high - low + 1e-5)).reshape(state.shape)
+
+
+def normalize(state: Array) -> Array:
+    """Divides each state ``[B, size]`` by its root mean square. Its numbers remain around 0: scaled
+    to [0, 1], they would all be near 0.5, of which dense layers learn more slowly."""
+    return state * jax.lax.rsqrt(jnp.square(state).mean(-1, keepdims=True) + 1e-5)
 
 
 def _output(in_size: int, out_size: int, *, rngs: nnx.Rngs) -> nnx.Linear:
@@ -164,23 +170,31 @@ class VectorRepresentation(nnx.Module):
         # Branches take [T, B, ...]: here T = 1.
         now = jax.tree.map(lambda x: x[None], observation)
         _, x = self.branch((), now, None)
-        return scale(self.dense(x[0]).astype(jnp.float32))
+        return normalize(self.dense(x[0]).astype(jnp.float32))
 
 
 class VectorDynamics(nnx.Module):
-    """States ``[B, size]`` and actions ``[B]`` -> next states and reward logits."""
+    """States ``[B, size]`` and actions ``[B]`` -> next states and reward logits.
+
+    The first layer is given all products of a number of the action, or a one, with a number of the
+    state, or a one: it has weights of its own for each discrete action, beside those for all.
+    Beside the numbers of a state, those of an action would change little of what it computes, and
+    rewards and values would hardly depend on the action before much is learned.
+    """
 
     def __init__(self, sizes: Sizes, *, rngs: nnx.Rngs):
         self.encode, self.dtype = sizes.encode, sizes.dtype
         (size,) = sizes.state
-        self.layers = sizes.mlp((size + sizes.action_size,), rngs)
+        self.layers = sizes.mlp((sizes.action_size + 1, size + 1), rngs)
         self.change = linear(self.layers.out_size, size, 1.0, dtype=self.dtype, rngs=rngs)
         self.reward = sizes.atoms_head(self.layers.out_size, rngs)
 
     def __call__(self, state: Array, action: Array) -> tuple[Array, Array]:
-        x = jnp.concatenate([state, self.encode(action)], -1)
-        x = self.layers(x.astype(self.dtype))
-        return scale(state + self.change(x).astype(jnp.float32)), self.reward(x)
+        one = jnp.ones_like(state[:, :1])
+        rows = jnp.concatenate([one, self.encode(action)], -1)
+        columns = jnp.concatenate([one, state], -1)
+        x = self.layers((rows[:, :, None] * columns[:, None]).astype(self.dtype))
+        return normalize(state + self.change(x).astype(jnp.float32)), self.reward(x)
 
 
 class VectorPrediction(nnx.Module):

@@ -75,6 +75,32 @@ def test_remat_has_the_same_gradient_in_less_memory():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), stored, computed_again)
 
 
+def test_each_action_has_weights_of_its_own_in_vector_dynamics():
+    spec = Spec(jax.ShapeDtypeStruct((4,), jnp.float32), Discrete(ACTIONS))
+    model = make_model(spec, NetworkConfig(hidden=()), ModelConfig(size=6, hidden=(8,)), ATOMS)
+    # The last layers are zeros at first.
+    params = jax.tree.map(
+        lambda x: x + 0.1 * jnp.cos(jnp.arange(x.size)).reshape(x.shape),
+        model.init(jax.random.key(0)),
+    )
+    state = model.represent(params, jax.random.normal(jax.random.key(1), (5, 4)))
+    action = jnp.array([0, 1, 2, 1, 0])
+    after, reward = model.step(params, state, action)
+
+    parts = params["dynamics"]
+    (first,) = parts["layers"]["layers"].values()
+    weights = first["kernel"].reshape(1 + ACTIONS, 1 + 6, 8)
+    for s, a, found, logits in zip(state, action, after, reward, strict=True):
+        both = weights[0] + weights[1 + a]
+        x = np.tanh(both[0] + s @ both[1:] + first["bias"])
+        change = s + x @ parts["change"]["kernel"] + parts["change"]["bias"]
+        np.testing.assert_allclose(found, change / np.sqrt((change**2).mean()), atol=1e-4)
+        expected = x @ parts["reward"]["kernel"] + parts["reward"]["bias"]
+        np.testing.assert_allclose(logits, expected, atol=1e-5)
+    for x in (state, after):
+        np.testing.assert_allclose((x**2).mean(-1), 1, atol=1e-3)
+
+
 @pytest.mark.parametrize("state", ["vector", "planes"])
 def test_dense_layers_are_normalised(state):
     shape = (4,) if state == "vector" else (6, 6, 2)

@@ -185,6 +185,7 @@ SETS: dict[str, list[Task]] = {
     ],
     "search": [
         Task("CartPole", "cartpole_muzero", references=(gymnax(500),), top=True),
+        Task("Pendulum", "pendulum_muzero", references=(gymnax(-130), zoo(-172, "100 K"))),
         # In self-play, the return of training is the share of games that are decided.
         Task("Tic-tac-toe against random", "tic_tac_toe", top=True, metric=EVALUATION),
         Task("Connect Four against random", "connect_four", top=True, metric=EVALUATION),

@@ -1,14 +1,11 @@
-"""Atari Pong from envpool, by MuZero with a small residual model and a search of 8 simulations.
+"""Atari Pong from envpool, by MuZero with a search of 8 simulations.
 
     python -m podracer.sebulba --config=configs/pong_muzero.py
 
-The protocol is that of ``configs/atari.py``. States are 6 x 6 as in the paper, but with 32 channels
-instead of 256, and one residual block instead of 16, so that two cores can search and learn.
+The protocol is that of ``configs/atari.py``. States are vectors, computed by the shallow network,
+so that two cores can search and learn; those of the paper are images (``muzero.model.state``).
 
-Result: none yet: it has not been trained to an end, and its settings have not been tuned. While it
-learns, it mostly takes 150 to 205 steps/s (over 7,680 steps), and compiles in 95 s, so that a run
-takes some 1.5 hours; actors search for 85 % of their time. Hardware: one core of an AMD EPYC
-beside other programs.
+RESULT
 """
 
 import ml_collections

@@ -6,9 +6,8 @@ Returns bootstrap from the target network, because the values that searches foun
 are those of a worse policy. Without normalised layers (``network.layer_norm``) some seeds end
 below 300.
 
-Result: the final, greedy evaluation is between 499.5 and 500 with the seeds 0 to 11. Hardware: one
-core of an AMD EPYC (family 25, model 17) beside other programs, 70 to 120 seconds, compilation
-included.
+Result: the final, greedy evaluations with the seeds 0 to 4 are 500 each. Hardware: one core of an
+AMD EPYC (family 25, model 17) beside another training, 60 to 78 seconds.
 """
 
 import ml_collections

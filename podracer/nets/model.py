@@ -12,6 +12,7 @@ from flax import nnx
 
 from podracer.errors import ConfigError
 from podracer.nets import conv, heads, masks
+from podracer.nets.blocks import Blocks
 from podracer.nets.mlp import MLP, linear
 from podracer.nets.network import DTYPES, Branch, NetworkConfig, as_functions
 from podracer.types import Array, ArrayTree, Box, Discrete, Params, Spec
@@ -214,44 +215,6 @@ class VectorPrediction(nnx.Module):
         return tuple(output(layers(x)) for layers, output in pairs)
 
 
-class Block(nnx.Module):
-    """A residual block ``[B, H, W, channels]`` -> the same shape, with normalised layers."""
-
-    def __init__(self, channels: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.convs, self.norms = nnx.List(), nnx.List()
-        for _ in range(2):
-            layer = conv.conv(
-                channels, channels, 3, padding="SAME", use_bias=False, dtype=dtype, rngs=rngs
-            )
-            self.convs.append(layer)
-            self.norms.append(nnx.LayerNorm(channels, dtype=dtype, rngs=rngs))
-
-    def __call__(self, x: Array) -> Array:
-        y = jax.nn.relu(self.norms[0](self.convs[0](x)))
-        return jax.nn.relu(x + self.norms[1](self.convs[1](y)))
-
-
-class Blocks(nnx.Module):
-    """Residual blocks, one after another in a loop, so that a program does not grow with them.
-    Their parameters are stacked: ``[blocks, ...]``."""
-
-    def __init__(self, channels: int, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
-        parts = [nnx.split(Block(channels, dtype=dtype, rngs=rngs)) for _ in range(config.blocks)]
-        graphdef = parts[0][0]
-        # One after another: two CPU devices of jaxlib 0.10 can't factor a batch of matrices.
-        state = jax.tree.map(lambda *x: jnp.stack(x), *(state for _, state in parts))
-        self.stacked = nnx.merge(graphdef, state)
-        self.remat = config.remat
-
-    def __call__(self, x: Array) -> Array:
-        graphdef, state = nnx.split(self.stacked)
-
-        def step(x: Array, block: nnx.State) -> tuple[Array, None]:
-            return nnx.merge(graphdef, block)(x), None
-
-        return jax.lax.scan(jax.checkpoint(step) if self.remat else step, x, state)[0]
-
-
 class PlanesRepresentation(nnx.Module):
     """Images ``[B, H, W, C]`` -> states ``[B, H', W', channels]``."""
 
@@ -276,7 +239,9 @@ class PlanesRepresentation(nnx.Module):
             channels = config.channels
             height, width = -(-height // stride), -(-width // stride)
         self.layers = nnx.List(layers)
-        self.blocks = Blocks(config.channels, config, dtype=self.dtype, rngs=rngs)
+        self.blocks = Blocks(
+            config.channels, config.blocks, config.remat, dtype=self.dtype, rngs=rngs
+        )
         self.shape = (height, width, config.channels)
 
     def __call__(self, observation: Array) -> Array:
@@ -297,7 +262,8 @@ class PlanesDynamics(nnx.Module):
         self.conv = conv.conv(
             channels + sizes.action_size, channels, 3, padding="SAME", dtype=self.dtype, rngs=rngs
         )
-        self.blocks = Blocks(channels, sizes.config, dtype=self.dtype, rngs=rngs)
+        config = sizes.config
+        self.blocks = Blocks(channels, config.blocks, config.remat, dtype=self.dtype, rngs=rngs)
         self.reward = PlanesOutput(sizes, sizes.atoms_head, rngs=rngs)
 
     def __call__(self, state: Array, action: Array) -> tuple[Array, Array]:
@@ -329,7 +295,8 @@ class PlanesPrediction(nnx.Module):
 
     def __init__(self, sizes: Sizes, *, rngs: nnx.Rngs):
         self.dtype = sizes.dtype
-        self.blocks = Blocks(sizes.state[-1], sizes.config, dtype=self.dtype, rngs=rngs)
+        channels, config = sizes.state[-1], sizes.config
+        self.blocks = Blocks(channels, config.blocks, config.remat, dtype=self.dtype, rngs=rngs)
         self.policy = PlanesOutput(sizes, sizes.policy_head, rngs=rngs)
         self.value = PlanesOutput(sizes, sizes.atoms_head, rngs=rngs)
 

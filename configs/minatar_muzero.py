@@ -1,12 +1,14 @@
-"""MinAtar by MuZero with a search of 8 simulations; ``--config.env`` chooses the game.
+"""MinAtar by MuZero with a search of 8 simulations.
 
     python -m podracer.anakin --config=configs/minatar_muzero.py
-    python -m podracer.anakin --config=configs/minatar_muzero.py --config.env=gymnax:Asterix-MinAtar
 
 States are vectors: MinAtar's convolutional network represents the 10 x 10 observations, and the
-model itself has dense layers only, which a CPU computes much faster than convolutions.
+model itself has dense layers only, which a CPU computes much faster than convolutions. Asterix
+needs other settings (docs/muzero.md).
 
-RESULT
+Result: the final, greedy evaluation of Breakout is 29.0 with seed 0; PPO (``minatar.py``) reaches
+37.1 in as many steps.
+Hardware: one core of an AMD EPYC (family 25, model 17) beside other programs, 8 minutes.
 """
 
 import ml_collections
@@ -23,14 +25,14 @@ def get_config() -> ml_collections.ConfigDict:
     config.discount = 0.99
     config.value_cost = 1.0
     config.network.torso = "minatar"
-    config.replay.capacity = 204_800
+    config.replay.capacity = 51_200
     config.replay.begin = 10_000
     config.muzero.bootstrap = "target"
     config.muzero.unroll = 2
-    config.muzero.n_step = 3
     config.muzero.largest_value = 60.0
     config.muzero.atoms = 61
     config.muzero.model.size = 128
     config.muzero.model.hidden = (128,)
-    config.muzero.search.least_range = 0.05
+    config.muzero.search.least_range = 1.0
+    config.muzero.search.prior_exponent = 0.5
     return config

@@ -5,8 +5,8 @@
 The protocol is that of ``configs/atari.py``. States are vectors, computed by the shallow network,
 so that two cores can search and learn; those of the paper are images (``muzero.model.state``).
 
-Result: the mean return of ten games of training first exceeds 18 after 762,000 steps, with seed 0.
-Hardware: one core of an AMD EPYC (family 25, model 17) beside other programs.
+Result: the final, greedy evaluation over 16 games is 21.0, the most there is, with seed 0.
+Hardware: one core of an AMD EPYC (family 25, model 17) beside other programs, 71 minutes.
 """
 
 import ml_collections

@@ -177,10 +177,10 @@ class VectorRepresentation(nnx.Module):
 class VectorDynamics(nnx.Module):
     """States ``[B, size]`` and actions ``[B]`` -> next states and reward logits.
 
-    The first layer is given all products of a number of the action, or a one, with a number of the
-    state, or a one: it has weights of its own for each discrete action, beside those for all.
-    Beside the numbers of a state, those of an action would change little of what it computes, and
-    rewards and values would hardly depend on the action before much is learned.
+    The first layer takes all products of the action's numbers and a one with the state's numbers
+    and a one, so that it has weights for each discrete action, and weights for all actions. If it
+    took both side by side, the action would change little of what it computes, and rewards and
+    values would hardly depend on the action before much is learned.
     """
 
     def __init__(self, sizes: Sizes, *, rngs: nnx.Rngs):

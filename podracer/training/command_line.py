@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -196,35 +196,44 @@ def parse_config(
     name, *arguments = name.split(":", 1)
     path = find_config(name)
     config = _load_config(path, arguments)
-    _open_sections_of_sweep(config, rest)
+    _open_sections(config, rest)
     config_flags.register_flag_parser_for_type(int, _WholeNumberParser())
     values = _define(known)
-    try:
-        config_flags.DEFINE_config_dict(
-            "config",
-            config,
-            flag_values=values,
-            lock_config=False,
-            accept_new_attributes=True,
-            sys_argv=list(rest),
-        )
-    except KeyError as error:
-        reason = str(error.args[0]).replace("\n", "; ")
-        raise ConfigError(f"unknown config section: {reason}") from error
+    config_flags.DEFINE_config_dict(
+        "config",
+        config,
+        flag_values=values,
+        lock_config=False,
+        accept_new_attributes=True,
+        sys_argv=list(rest),
+    )
     _parse(values, rest)
     return config, path, {name: values[name].value for name in known}
 
 
-def _open_sections_of_sweep(config: ConfigDict, argv: Sequence[str]) -> None:
-    """Adds the sections that a command line names in ``--config.sweep.SECTION.KEY=``."""
+def _sections(config: ConfigDict, prefix: str = "") -> Iterator[str]:
+    """The names of all sections in a config."""
+    for key, value in config.items():
+        if isinstance(value, ConfigDict):
+            yield prefix + key
+            yield from _sections(value, f"{prefix}{key}.")
+
+
+def _open_sections(config: ConfigDict, argv: Sequence[str]) -> None:
+    """Adds the sections that a command line names in ``--config.sweep.SECTION.KEY=``; raises
+    ``ConfigError`` if another one does not exist."""
     for argument in argv:
         root, *keys = argument.lstrip("-").partition("=")[0].split(".")
-        if root == "config" and keys[:1] == ["sweep"]:
-            section: Any = config
-            for key in keys[:-1]:
-                if key not in section:
-                    section[key] = ConfigDict()
-                section = section[key]
+        if root != "config":
+            continue
+        section: Any = config
+        for count, key in enumerate(keys[:-1], 1):
+            if key not in section and keys[0] == "sweep":
+                section[key] = ConfigDict()
+            if not isinstance(section.get(key), ConfigDict):
+                name = ".".join(keys[:count])
+                raise unknown("config section", name, _sections(config))
+            section = section[key]
 
 
 def _take_config(argv: Sequence[str]) -> tuple[str, list[str]]:

@@ -1,8 +1,6 @@
-"""MuZero: targets beside slow references, its loss beside the paper's formula, and its search."""
+"""MuZero: targets beside slow references, and its loss beside the paper's formula."""
 
 import dataclasses
-from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +8,10 @@ import numpy as np
 import pytest
 
 from podracer import envs
-from podracer.agents import muzero, returns
+from podracer.agents import muzero, returns, value_range
 from podracer.agents.model_targets import targets
 from podracer.agents.search import (
     Found,
-    Roots,
-    SearchConfig,
-    _completed_values,
-    lib,
-    outcome,
-    search,
 )
 from podracer.agents.value_scale import Support, rescale
 from podracer.errors import ConfigError
@@ -218,93 +210,6 @@ def test_a_reanalysed_policy_is_what_a_search_finds():
     assert entropy.metrics["policy_entropy"] < np.log(ACTIONS) - 0.05
 
 
-@pytest.mark.parametrize("policy", ["gumbel", pytest.param("muzero", marks=pytest.mark.slow)])
-def test_a_search_finds_the_best_action_and_its_value(policy):
-    """Each action pays its own number for ever, and the prior knows nothing."""
-    pays = jnp.array([0.0, 1.0, 0.3])
-
-    def step(params, key, action, state):
-        output = outcome(
-            pays[action],
-            jnp.full(action.shape, 0.5),
-            jnp.zeros((*action.shape, 3)),
-            jnp.zeros(action.shape),
-        )
-        return output, state + 1
-
-    config = SearchConfig(policy=policy, simulations=64)
-    keys = jax.random.split(jax.random.key(0), 5)
-    roots = Roots(jnp.zeros((5, 3)), jnp.zeros(5), jnp.zeros((5, 1)))
-    found = jax.jit(lambda: search(config, step, (), keys, roots, noise=False))()
-    np.testing.assert_array_equal(found.action, 1)
-    np.testing.assert_array_equal(found.policy.argmax(-1), 1)
-    # At best 1 + 1/2 + 1/4 + ...; the mean over all simulations is less.
-    assert ((found.value > 1.0) & (found.value < 2.0)).all()
-    assert ((found.depth >= 3) & (found.depth <= 64)).all()
-    # An illegal action is neither taken nor learned.
-    legal = roots.replace(legal=jnp.array([[True, False, True]] * 5))
-    found = jax.jit(lambda: search(config, step, (), keys, legal))()
-    assert (found.action != 1).all()
-    np.testing.assert_array_equal(found.policy[:, 1], 0)
-
-
-@pytest.mark.parametrize("policy", ["gumbel", "muzero"])
-def test_the_value_of_a_search_is_that_of_its_policy(policy):
-    """One action of nine pays 1, the others -1; a Gumbel search tries all of them alike."""
-
-    def step(params, key, action, state):
-        output = outcome(
-            jnp.where(action == 4, 1.0, -1.0),
-            jnp.zeros(action.shape),
-            jnp.zeros((*action.shape, 9)),
-            jnp.zeros(action.shape),
-        )
-        return output, state
-
-    keys = jax.random.split(jax.random.key(0), 20)
-    roots = Roots(jnp.zeros((20, 9)), jnp.zeros(20), jnp.zeros((20, 1)))
-    config = SearchConfig(policy=policy, simulations=16)
-    found = jax.jit(lambda: search(config, step, (), keys, roots))()
-    expected = found.policy[:, 4] - (1 - found.policy[:, 4])
-    assert policy == "muzero" or (expected > 0).all()
-    # The mean of all simulations has the network's own value in it.
-    np.testing.assert_allclose(found.value, expected, atol=1e-5 if policy == "gumbel" else 0.2)
-
-
-def test_actions_that_were_not_tried_have_the_value_of_the_paper():
-    """v_mix, as mctx computes it for itself."""
-    rng = np.random.default_rng(0)
-    pays = jnp.asarray(rng.normal(size=9), jnp.float32)
-
-    def step(params, key, action, state):
-        output = outcome(
-            pays[action],
-            jnp.full(action.shape, 0.5),
-            jnp.broadcast_to(pays, (*action.shape, 9)),
-            pays[action],
-        )
-        return output, state
-
-    root = lib.RootFnOutput(
-        prior_logits=jnp.asarray(rng.normal(size=(3, 9)), jnp.float32),
-        value=jnp.asarray(rng.normal(size=3), jnp.float32),
-        embedding=jnp.zeros((3, 1)),
-    )
-    policy = partial(lib.gumbel_muzero_policy, max_num_considered_actions=4)
-    output = jax.jit(policy, static_argnums=(3, 4))((), jax.random.key(0), root, step, 5)
-    tree: Any = output.search_tree
-    visits = tree.children_visits[:, 0]
-    assert (visits == 0).any()
-    ours = jax.jit(_completed_values)(tree)
-    for i in range(3):
-        # Its transformation multiplies by the number of visits; this undoes it.
-        theirs = lib.qtransform_completed_by_mix_value(
-            jax.tree.map(lambda x, i=i: x[i], tree), 0, value_scale=1.0,
-            maxvisit_init=1.0 - float(visits[i].max()), rescale_values=False,
-        )  # fmt: skip
-        np.testing.assert_allclose(ours[i], theirs, atol=1e-5)
-
-
 def test_searches_do_not_depend_on_their_neighbours():
     _, agent, _ = make_agent()
     state = train_state(agent)
@@ -326,12 +231,36 @@ def test_searches_do_not_depend_on_their_neighbours():
     np.testing.assert_allclose(found.policy[part], few.policy, atol=5e-6)
 
 
-def test_the_temperature_follows_the_steps_of_the_run():
-    config = SearchConfig(
-        policy="muzero", temperature=1.0, final_temperature=0.2, temperature_steps=100
-    )
-    temperatures = [float(config.temperature_at(jnp.float32(x))) for x in (0, 50, 100, 1000)]
-    np.testing.assert_allclose(temperatures, [1.0, 0.6, 0.2, 0.2], atol=1e-6)
+def test_the_range_of_values_is_a_mean_over_trajectories():
+    """From the first one whose network has learned, and of the newest ones after many."""
+    state = value_range.init()
+    assert state.mean == 0
+    for ranges in (np.zeros((2, 3)), np.zeros((2, 3)), np.full((2, 3), 4.0), np.array([[1, 3.0]])):
+        state = value_range.update(state, jnp.asarray(ranges), lambda tree: tree)
+    weights = np.array([0.99, 1.0])
+    np.testing.assert_allclose(state.mean, (weights * [4, 2]).sum() / weights.sum(), rtol=1e-5)
+    update = jax.jit(lambda state: value_range.update(state, jnp.ones(3), lambda tree: tree))
+    for _ in range(1000):
+        state = update(state)
+    np.testing.assert_allclose(state.mean, 1, atol=1e-3)
+
+
+def test_actors_search_with_the_range_that_trajectories_have():
+    _, relative, _ = make_agent(muzero__relative_range=0.5, muzero__search__least_range=1e-6)
+    _, absolute, _ = make_agent(muzero__search__least_range=1.5)
+    state = train_state(relative)
+    observation = jax.random.normal(jax.random.key(2), (8, 3))
+    timestep = TimeStep(observation, jnp.zeros(8), jnp.ones(8), jnp.zeros(8, bool))
+    keys = jax.random.split(jax.random.key(1), 8)
+
+    def policy(agent, mean):
+        stats = {**state.weights.stats, "value_range": value_range.ValueRange(mean, jnp.ones(()))}
+        weights = state.weights.replace(stats=stats)
+        return jax.jit(agent.act)(weights, agent.carry(jnp.arange(8)), timestep, keys)[2].policy
+
+    ours = policy(relative, jnp.float32(3.0))
+    np.testing.assert_allclose(ours, policy(absolute, jnp.float32(3.0)), rtol=1e-5)
+    assert np.abs(ours - policy(relative, jnp.float32(0.01))).max() > 0.05
 
 
 def test_settings_without_effect_or_sense_are_rejected():
@@ -349,6 +278,7 @@ def test_settings_without_effect_or_sense_are_rejected():
         ({"muzero__search__policy": "puct"}, "gumbel"),
         ({"muzero__search__temperature": 2.0}, r"in \[0, 1\]"),
         ({"muzero__search__least_range": 0.0}, "must be positive"),
+        ({"muzero__relative_range": -0.5}, "relative_range must not be negative, got -0.5"),
         ({"muzero__search__prior_exponent": 1.5}, r"prior_exponent must be in \[0, 1\]"),
         ({"muzero__reanalyze": 0.5, "replay__batch": 12}, "must be a multiple of 8"),
         ({"muzero__model__state": "plane"}, "one of"),

@@ -19,7 +19,7 @@ class Task(NamedTuple):
 
     Attributes:
       title: the environment, as people call it.
-      config: name of a config in ``configs/``.
+      config: name of a config in ``configs/``, and the argument of its function after a colon.
       architecture: "anakin" or "sebulba".
       changes: further settings of its command, such as "agent=vtrace".
       seeds: number of seeds, from 0.
@@ -53,11 +53,21 @@ class Task(NamedTuple):
             name = f"{name[:190]}-{zlib.crc32(name.encode()):08x}"
         return f"{name}-{seed}"
 
+    @property
+    def file(self) -> str:
+        """The file of the config, and the argument of its function after a colon."""
+        name, colon, argument = self.config.partition(":")
+        return f"{name}.py{colon}{argument}"
+
     def command(self, seed: int) -> list[str]:
         """The arguments after ``python`` of the run with this seed, without its workdir."""
         changes = [*self.changes, *([f"seed={seed}"] if seed else [])]
-        config = f"--config=configs/{self.config}.py"
-        return ["-m", f"podracer.{self.architecture}", config, *(f"--config.{x}" for x in changes)]
+        return [
+            "-m",
+            f"podracer.{self.architecture}",
+            f"--config=configs/{self.file}",
+            *(f"--config.{x}" for x in changes),
+        ]
 
 
 def gymnax(value: float) -> Reference:
@@ -185,6 +195,10 @@ SETS: dict[str, list[Task]] = {
     ],
     "search": [
         Task("CartPole", "cartpole_muzero", references=(gymnax(500),), top=True),
+        Task("MinAtar Breakout", "minatar_muzero"),
+        Task("MinAtar Asterix", "minatar_muzero:Asterix"),
+        # PPO after as many steps.
+        *minatar("minatar", "Breakout", "Asterix", changes=("total_steps=1_000_000",)),
         Task("Pendulum", "pendulum_muzero", references=(gymnax(-130), zoo(-172, "100 K"))),
         # In self-play, the return of training is the share of games that are decided.
         Task("Tic-tac-toe against random", "tic_tac_toe", top=True, metric=EVALUATION),

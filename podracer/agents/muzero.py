@@ -83,8 +83,9 @@ class Config:
         parameters.
       sampled_actions: how many actions a search considers in each state, drawn from the policy,
         where actions are continuous (Sampled MuZero, https://arxiv.org/abs/2104.06303).
-      relative_range: ``search.least_range`` as a share of the mean difference between the best and
-        the worst action of a state, whatever the unit of rewards; the larger of both counts.
+      relative_range: ``search.least_range`` as a share of the running mean of the difference
+        between a state's best and worst action, whatever the unit of rewards. The larger of both
+        counts.
     """
 
     search: SearchConfig = dataclasses.field(default_factory=SearchConfig)

@@ -8,14 +8,16 @@ from podracer.types import Array, Reduce
 
 # Share of the newest trajectory in the mean.
 RATE = 0.01
+# Before a network has learned, all values are 0 up to the rounding of their scale.
+ROUNDING = 1e-5
 
 
 class ValueRange(struct.PyTreeNode):
-    """Sums over trajectories, that count the less the older they are.
+    """Sums over trajectories, in which older ones count less.
 
     Attributes:
       total: ``[]`` float32, of their mean ranges.
-      weight: ``[]`` float32, of 1 where this is not 0, as it is before a network has learned.
+      weight: ``[]`` float32, the same sum of ones, for trajectories whose range is not 0.
     """
 
     total: Array
@@ -41,6 +43,8 @@ def update(old: ValueRange, ranges: Array, all_mean: Reduce) -> ValueRange:
       all_mean: the mean over devices.
     """
     new = all_mean(ranges.mean())
+    learned = new > ROUNDING
     return ValueRange(
-        old.total + RATE * (new - old.total), old.weight + RATE * ((new > 0) - old.weight)
+        old.total + RATE * (jnp.where(learned, new, 0) - old.total),
+        old.weight + RATE * (learned - old.weight),
     )

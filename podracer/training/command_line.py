@@ -4,9 +4,11 @@ Exit codes are those of ``errors.ExitCode``. After 42 and 130 the run has been s
 """
 
 import inspect
+import keyword
 import multiprocessing
 import os
 import pathlib
+import re
 import runpy
 import signal
 import sys
@@ -199,41 +201,47 @@ def parse_config(
     _open_sections(config, rest)
     config_flags.register_flag_parser_for_type(int, _WholeNumberParser())
     values = _define(known)
-    config_flags.DEFINE_config_dict(
-        "config",
-        config,
-        flag_values=values,
-        lock_config=False,
-        accept_new_attributes=True,
-        sys_argv=list(rest),
-    )
+    try:
+        config_flags.DEFINE_config_dict(
+            "config",
+            config,
+            flag_values=values,
+            lock_config=False,
+            accept_new_attributes=True,
+            sys_argv=list(rest),
+        )
+    except flags.Error as error:
+        raise ConfigError(str(error)) from error
     _parse(values, rest)
     return config, path, {name: values[name].value for name in known}
 
 
-def _sections(config: ConfigDict, prefix: str = "") -> Iterator[str]:
-    """The names of all sections in a config."""
-    for key, value in config.items():
+def _settings(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The names of all sections and keys of a config, and what they are."""
+    for key, value in config.items(preserve_field_references=True):
+        yield prefix + key, value
         if isinstance(value, ConfigDict):
-            yield prefix + key
-            yield from _sections(value, f"{prefix}{key}.")
+            yield from _settings(value, f"{prefix}{key}.")
 
 
 def _open_sections(config: ConfigDict, argv: Sequence[str]) -> None:
     """Adds the sections that a command line names in ``--config.sweep.SECTION.KEY=``; raises
-    ``ConfigError`` if another one does not exist."""
+    ``ConfigError`` if another one does not exist, or a key is none by its spelling."""
     for argument in argv:
-        root, *keys = argument.lstrip("-").partition("=")[0].split(".")
-        if root != "config":
+        flag = re.match(r"--?(?:no)?config\.([^=]*)", argument)
+        if flag is None:
             continue
         section: Any = config
-        for count, key in enumerate(keys[:-1], 1):
-            if key not in section and keys[0] == "sweep":
-                section[key] = ConfigDict()
-            if not isinstance(section.get(key), ConfigDict):
-                name = ".".join(keys[:count])
-                raise unknown("config section", name, _sections(config))
-            section = section[key]
+        *sections, key = flag[1].split(".")
+        for count, name in enumerate(sections, 1):
+            if name not in section and sections[0] == "sweep":
+                section[name] = ConfigDict()
+            if not isinstance(section.get(name), ConfigDict):
+                known = [name for name, value in _settings(config) if isinstance(value, ConfigDict)]
+                raise unknown("config section", ".".join(sections[:count]), known)
+            section = section[name]
+        if not key.isidentifier() or keyword.iskeyword(key):
+            raise unknown("config key", flag[1], dict(_settings(config)))
 
 
 def _take_config(argv: Sequence[str]) -> tuple[str, list[str]]:

@@ -113,6 +113,7 @@ def mujoco(robot: str, reference: float) -> Task:
     return Task(robot, "mujoco", "sebulba", changes, references=references, top=True)
 
 
+# Of PPO on MinAtar, beside agents that search.
 SHORT = "total_steps=1_000_000"
 # The projects whose runs are in docs/results_peers.jsonl, by what their tasks begin with.
 PEERS = {"purejaxrl": "PureJaxRL", "cleanrl": "CleanRL", "stoix": "Stoix", "brax": "Brax"}
@@ -198,7 +199,6 @@ SETS: dict[str, list[Task]] = {
         Task("CartPole", "cartpole_muzero", references=(gymnax(500),), top=True),
         Task("MinAtar Breakout", "minatar_muzero"),
         Task("MinAtar Asterix", "minatar_muzero:Asterix"),
-        # PPO after as many steps.
         Task("MinAtar Breakout", "minatar", changes=(SHORT,)),
         Task("MinAtar Asterix", "minatar", changes=(SHORT, "env=gymnax:Asterix-MinAtar")),
         Task("Pendulum", "pendulum_muzero", references=(gymnax(-130), zoo(-172, "100 K"))),

@@ -84,8 +84,8 @@ class Config:
       sampled_actions: how many actions a search considers in each state, drawn from the policy,
         where actions are continuous (Sampled MuZero, https://arxiv.org/abs/2104.06303).
       relative_range: ``search.least_range`` as a share of the running mean of the difference
-        between a state's best and worst action, whatever the unit of rewards. The larger of both
-        counts.
+        between the values of a state's best and worst action, whatever the unit of rewards. The
+        larger of the two counts.
     """
 
     search: SearchConfig = dataclasses.field(default_factory=SearchConfig)
@@ -253,10 +253,12 @@ def _make_item(settings: Settings, config: Config, devices: Devices) -> Item:
 
     def update_stats(train_state: TrainState, trajectory: Trajectory) -> dict[str, Any]:
         stats = update_moments(train_state, trajectory)
-        found = value_range.update(
-            stats["value_range"], trajectory.extras.value_range, devices.mean
-        )
-        return {**stats, "steps": stats["steps"] + steps_per_update, "value_range": found}
+        ranges = trajectory.extras.value_range
+        return {
+            **stats,
+            "steps": stats["steps"] + steps_per_update,
+            "value_range": value_range.update(stats["value_range"], ranges, devices.mean),
+        }
 
     return Item(
         length=config.length,

@@ -117,7 +117,8 @@ class Found(struct.PyTreeNode):
         mostly of good actions; with "gumbel", whose simulations are spread over actions, the mean
         of the actions' values by the improved policy.
       depth: ``[B]`` float32, the depth of the tree, the longest sequence of actions in it.
-      value_range: ``[B]``, the highest value of the root's actions less the lowest one.
+      value_range: ``[B]``, the highest value of the root's actions less the lowest one; actions
+        that were not tried have the value of ``_completed_values``.
       actions: ``[B, branches, ...]``, what the numbers of ``policy`` are about, see ``Branches``.
       tree: mctx's ``Tree``, ``[B, nodes, ...]``, if it is kept; else ().
     """

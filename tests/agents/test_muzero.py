@@ -10,9 +10,7 @@ import pytest
 from podracer import envs
 from podracer.agents import muzero, returns, value_range
 from podracer.agents.model_targets import targets
-from podracer.agents.search import (
-    Found,
-)
+from podracer.agents.search import Found
 from podracer.agents.value_scale import Support, rescale
 from podracer.errors import ConfigError
 from podracer.nets.model import ModelConfig, make_model
@@ -197,8 +195,9 @@ def test_the_target_network_refreshes_what_the_actor_found(bootstrap, reanalyze)
 
 @pytest.mark.slow
 def test_a_reanalysed_policy_is_what_a_search_finds():
-    """The loss of one item alone, whose policy was searched again, by that policy."""
-    _, agent, _ = make_agent(muzero__reanalyze=1.0)
+    """The loss of one item alone, whose policy was searched again, by that policy. The search is
+    the softer, the further apart the values of actions have been."""
+    _, agent, _ = make_agent(muzero__reanalyze=1.0, muzero__relative_range=0.5)
     state = train_state(agent)
     batch, _ = make_batch(np.random.default_rng(2), observations=K + N + 1)
     entropy = jax.jit(agent.loss)(state.weights.params, state, batch, jax.random.key(3))[1]
@@ -208,6 +207,10 @@ def test_a_reanalysed_policy_is_what_a_search_finds():
     )[1]
     assert entropy.metrics["policy"] == again.metrics["policy"]
     assert entropy.metrics["policy_entropy"] < np.log(ACTIONS) - 0.05
+    stats = {**state.weights.stats, "value_range": value_range.ValueRange(*jnp.array([99.0, 1.0]))}
+    softer = state.replace(weights=state.weights.replace(stats=stats))
+    soft = jax.jit(agent.loss)(state.weights.params, softer, batch, jax.random.key(3))[1]
+    assert soft.metrics["policy_entropy"] > entropy.metrics["policy_entropy"] + 0.02
 
 
 def test_searches_do_not_depend_on_their_neighbours():
@@ -232,10 +235,15 @@ def test_searches_do_not_depend_on_their_neighbours():
 
 
 def test_the_range_of_values_is_a_mean_over_trajectories():
-    """From the first one whose network has learned, and of the newest ones after many."""
+    """From the first one whose values are more than rounding, and of the newest ones after many."""
     state = value_range.init()
     assert state.mean == 0
-    for ranges in (np.zeros((2, 3)), np.zeros((2, 3)), np.full((2, 3), 4.0), np.array([[1, 3.0]])):
+    for ranges in (
+        np.zeros((2, 3)),
+        np.full((2, 3), 1e-6),
+        np.full((2, 3), 4.0),
+        np.array([[1, 3.0]]),
+    ):
         state = value_range.update(state, jnp.asarray(ranges), lambda tree: tree)
     weights = np.array([0.99, 1.0])
     np.testing.assert_allclose(state.mean, (weights * [4, 2]).sum() / weights.sum(), rtol=1e-5)

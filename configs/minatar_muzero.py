@@ -1,7 +1,7 @@
 """MinAtar by MuZero with a search of 8 simulations; the game is named after a colon.
 
     python -m podracer.anakin --config=configs/minatar_muzero.py
-    python -m podracer.anakin --config=configs/minatar_muzero.py:Asterix
+    python -m podracer.anakin --config=configs/minatar_muzero.py:Asterix --workdir=runs/asterix
 
 States are vectors: MinAtar's convolutional network represents the 10 x 10 observations, and the
 model itself has dense layers only, which a CPU computes much faster than convolutions.

@@ -95,7 +95,7 @@ def row(task: Task, lines: Sequence[Line], peers: Sequence[Line]) -> str:
     columns = (
         task.title,
         agent(lines),
-        f"`{task.file}`",
+        f"`{task.config}.py`",
         episode_return(lines),
         str(len(lines)),
         references(task, lines, peers),

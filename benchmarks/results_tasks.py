@@ -19,7 +19,7 @@ class Task(NamedTuple):
 
     Attributes:
       title: the environment, as people call it.
-      config: name of a config in ``configs/``, and the argument of its function after a colon.
+      config: name of a config in ``configs/``.
       architecture: "anakin" or "sebulba".
       changes: further settings of its command, such as "agent=vtrace".
       seeds: number of seeds, from 0.
@@ -53,21 +53,11 @@ class Task(NamedTuple):
             name = f"{name[:190]}-{zlib.crc32(name.encode()):08x}"
         return f"{name}-{seed}"
 
-    @property
-    def file(self) -> str:
-        """The file of the config, and the argument of its function after a colon."""
-        name, colon, argument = self.config.partition(":")
-        return f"{name}.py{colon}{argument}"
-
     def command(self, seed: int) -> list[str]:
         """The arguments after ``python`` of the run with this seed, without its workdir."""
         changes = [*self.changes, *([f"seed={seed}"] if seed else [])]
-        return [
-            "-m",
-            f"podracer.{self.architecture}",
-            f"--config=configs/{self.file}",
-            *(f"--config.{x}" for x in changes),
-        ]
+        config = f"--config=configs/{self.config}.py"
+        return ["-m", f"podracer.{self.architecture}", config, *(f"--config.{x}" for x in changes)]
 
 
 def gymnax(value: float) -> Reference:
@@ -113,7 +103,7 @@ def mujoco(robot: str, reference: float) -> Task:
     return Task(robot, "mujoco", "sebulba", changes, references=references, top=True)
 
 
-# Of PPO on MinAtar, beside agents that search.
+# Of PPO on MinAtar, beside MuZero.
 SHORT = "total_steps=1_000_000"
 # The projects whose runs are in docs/results_peers.jsonl, by what their tasks begin with.
 PEERS = {"purejaxrl": "PureJaxRL", "cleanrl": "CleanRL", "stoix": "Stoix", "brax": "Brax"}
@@ -197,8 +187,6 @@ SETS: dict[str, list[Task]] = {
     ],
     "search": [
         Task("CartPole", "cartpole_muzero", references=(gymnax(500),), top=True),
-        Task("MinAtar Breakout", "minatar_muzero"),
-        Task("MinAtar Asterix", "minatar_muzero:Asterix"),
         Task("MinAtar Breakout", "minatar", changes=(SHORT,)),
         Task("MinAtar Asterix", "minatar", changes=(SHORT, "env=gymnax:Asterix-MinAtar")),
         Task("Pendulum", "pendulum_muzero", references=(gymnax(-130), zoo(-172, "100 K"))),

@@ -220,7 +220,7 @@ def _make_act(config: Config, find: Any, act_directly: Act) -> Act:
             legal, actions = masks.legal(timestep.observation), found.policy.shape[-1]
             choose = jax.vmap(lambda key, legal: masks.random_action(key, legal, actions))
             action = jnp.where(random, choose(both[:, 2], legal), action)
-        return carry, action, {"found": found.replace(action=(), value_range=()), "random": random}
+        return carry, action, {"found": found.replace(action=()), "random": random}
 
     return act
 

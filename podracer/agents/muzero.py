@@ -8,8 +8,6 @@ needs few simulations. A share of each batch is reanalysed: searched again, with
 """
 
 import dataclasses
-from collections.abc import Callable
-from functools import partial
 from math import gcd
 from typing import Any, ClassVar
 
@@ -18,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from podracer.agents import normalization, returns, target_network, value_range
+from podracer.agents import normalization, returns, target_network
 from podracer.agents.branches import make_branches
 from podracer.agents.model_targets import targets
 from podracer.agents.search import Found, Planner, SearchConfig
@@ -83,9 +81,6 @@ class Config:
         parameters.
       sampled_actions: how many actions a search considers in each state, drawn from the policy,
         where actions are continuous (Sampled MuZero, https://arxiv.org/abs/2104.06303).
-      relative_range: ``search.least_range`` as a share of the running mean of the difference
-        between the values of a state's best and worst action, whatever the unit of rewards. The
-        larger of the two counts.
     """
 
     search: SearchConfig = dataclasses.field(default_factory=SearchConfig)
@@ -98,7 +93,6 @@ class Config:
     reanalyze: float = dataclasses.field(default=0.0, metadata=SAME_FOR_ALL)
     target_period: int = 200
     sampled_actions: int = 20
-    relative_range: float = 0.0
 
     off_policy: ClassVar[bool] = True
     in_environment: ClassVar[bool] = False
@@ -121,10 +115,6 @@ class Config:
         for key in ("unroll", "n_step", "largest_value", "target_period", "sampled_actions"):
             if getattr(self, key) <= 0:
                 raise ConfigError(f"muzero.{key} must be positive, got {getattr(self, key)}")
-        if self.relative_range < 0:
-            raise ConfigError(
-                f"muzero.relative_range must not be negative, got {self.relative_range}"
-            )
         if self.bootstrap not in BOOTSTRAPS:
             raise unknown("muzero.bootstrap", self.bootstrap, BOOTSTRAPS)
         if self.atoms < 3 or self.atoms % 2 == 0:
@@ -177,7 +167,7 @@ class Batch(struct.PyTreeNode):
 
 
 def _refresher(planner: Planner, config: Config, devices: Devices):
-    """``(train_state, batch, key) -> (batch, again [items])``: what the target network finds in the
+    """``(target, batch, key) -> (batch, again [items])``: what the target network finds in the
     place of older values and policies, and 1 for the items that were searched again."""
 
     def chosen(items: int, key: Array) -> Array:
@@ -190,19 +180,17 @@ def _refresher(planner: Planner, config: Config, devices: Devices):
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch.observation)
         return planner.predict(target, flat)[2].reshape(batch.found.value.shape)
 
-    def policies(
-        search: Callable[..., Found], batch: Batch, numbers: Array, key: Array
-    ) -> tuple[Any, ...]:
+    def policies(target: Params, batch: Batch, numbers: Array, key: Array) -> tuple[Any, ...]:
         count = config.unroll + 1
         keys = jax.vmap(lambda i: jax.random.split(jax.random.fold_in(key, i), count))(numbers)
         flat = jax.tree.map(lambda x: x[:count].reshape(-1, *x.shape[2:]), batch.observation)
-        found = search(keys.T.ravel(), flat)
+        found = planner.search(target, keys.T.ravel(), flat)
         return jax.tree.map(
             lambda x: x.reshape(count, numbers.size, *x.shape[1:]), (found.policy, found.actions)
         )
 
-    def refresh(train_state: TrainState, batch: Batch, key: Array) -> tuple[Batch, Array]:
-        target, found, items = train_state.target, batch.found, batch.importance.size
+    def refresh(target: Params, batch: Batch, key: Array) -> tuple[Batch, Array]:
+        found, items = batch.found, batch.importance.size
         if config.bootstrap == "target":
             found = found.replace(value=values(target, batch))
         again = jnp.zeros(items)
@@ -212,9 +200,7 @@ def _refresher(planner: Planner, config: Config, devices: Devices):
             part = jax.tree.map(
                 lambda x: x[:, place], batch.replace(importance=batch.importance[None])
             )
-            least_range = config.relative_range * train_state.weights.stats["value_range"].mean
-            search = partial(planner.search, target, least_range=least_range)
-            fresh = policies(search, part, devices.number() * items + place, key)
+            fresh = policies(target, part, devices.number() * items + place, key)
             policy, actions = jax.tree.map(
                 lambda old, new: old.at[: config.unroll + 1, place].set(new),
                 (found.policy, found.actions),
@@ -253,19 +239,14 @@ def _make_item(settings: Settings, config: Config, devices: Devices) -> Item:
 
     def update_stats(train_state: TrainState, trajectory: Trajectory) -> dict[str, Any]:
         stats = update_moments(train_state, trajectory)
-        ranges = trajectory.extras.value_range
-        return {
-            **stats,
-            "steps": stats["steps"] + steps_per_update,
-            "value_range": value_range.update(stats["value_range"], ranges, devices.mean),
-        }
+        return {**stats, "steps": stats["steps"] + steps_per_update}
 
     return Item(
         length=config.length,
         stride=1,
         read=read,
         update_stats=update_stats,
-        keep=lambda trajectory: Kept(trajectory.extras.replace(action=(), value_range=())),
+        keep=lambda trajectory: Kept(trajectory.extras.replace(action=())),
         initial_priority=initial_priority,
         valid=lambda window: returns.valid(window.timestep)[0],
     )
@@ -324,7 +305,7 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
     ) -> tuple[Array, LossAux]:
         again = jnp.zeros(())
         if config.refreshes:
-            batch, again = refresh(train_state, batch, key)
+            batch, again = refresh(train_state.target, batch, key)
         found = batch.found
         target = targets(
             config.unroll, config.n_step, settings.discount, batch.timestep, found.value
@@ -350,22 +331,20 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
             "policy_entropy": jax.scipy.special.entr(found.policy[0]).sum(-1).mean(),
             "search_depth": found.depth[0].mean(),
             "reanalyzed": again.mean(),
-            "value_range": train_state.weights.stats["value_range"].mean,
         }
         return total, LossAux(metrics, priorities=value_error)
 
-    init, carry, act = _make_functions(spec, settings, config, planner)
+    init, carry, act = _make_functions(spec, settings, planner)
     source = make_replay(_make_item(settings, config, devices), spec, settings, devices)
     target = target_network.periodic(config.target_period)
     return Agent(init, carry, act, source, loss, target)
 
 
-def _make_functions(spec: Spec, settings: Settings, config: Config, planner: Planner):
+def _make_functions(spec: Spec, settings: Settings, planner: Planner):
     """The functions ``init``, ``carry`` and ``act`` of an ``Agent`` that searches."""
 
     def init(key: Array) -> Weights:
-        moments = normalization.init_stats(spec, settings)
-        stats = {**moments, "steps": jnp.float32(0), "value_range": value_range.init()}
+        stats = {**normalization.init_stats(spec, settings), "steps": jnp.float32(0)}
         return Weights(planner.model.init(key), stats)
 
     def carry(env_ids: Array) -> normalization.ActorCarry:
@@ -382,12 +361,7 @@ def _make_functions(spec: Spec, settings: Settings, config: Config, planner: Pla
         observation = normalization.normalize_observation(weights.stats, timestep.observation)
         temperature = planner.config.temperature_at(weights.stats["steps"])
         found = planner.search(
-            weights.params,
-            keys,
-            observation,
-            noise=not greedy,
-            temperature=temperature,
-            least_range=config.relative_range * weights.stats["value_range"].mean,
+            weights.params, keys, observation, noise=not greedy, temperature=temperature
         )
         total = normalization.add_reward(settings, carry.total, timestep)
         return normalization.ActorCarry(total), found.action, found

@@ -117,8 +117,6 @@ class Found(struct.PyTreeNode):
         mostly of good actions; with "gumbel", whose simulations are spread over actions, the mean
         of the actions' values by the improved policy.
       depth: ``[B]`` float32, the depth of the tree, the longest sequence of actions in it.
-      value_range: ``[B]``, the highest value of the root's actions less the lowest one; actions
-        that were not tried have the value of ``_completed_values``.
       actions: ``[B, branches, ...]``, what the numbers of ``policy`` are about, see ``Branches``.
       tree: mctx's ``Tree``, ``[B, nodes, ...]``, if it is kept; else ().
     """
@@ -127,7 +125,6 @@ class Found(struct.PyTreeNode):
     policy: Array
     value: Array
     depth: Array
-    value_range: Array | tuple[()] = ()
     actions: ArrayTree = ()
     tree: Any = ()
 
@@ -191,9 +188,7 @@ def _completed_values(tree: Any) -> Array:
     return jnp.where(tried, values, mixed[:, None])
 
 
-def _policy(
-    config: SearchConfig, noise: bool, temperature: Array | float, least_range: Array | float
-) -> Callable[..., Any]:
+def _policy(config: SearchConfig, noise: bool, temperature: Array | float) -> Callable[..., Any]:
     """mctx's policy with the settings of a search."""
     if config.policy == "gumbel":
         return partial(
@@ -201,7 +196,7 @@ def _policy(
             qtransform=partial(
                 lib.qtransform_completed_by_mix_value,
                 value_scale=config.value_scale,
-                epsilon=least_range,
+                epsilon=config.least_range,
             ),
             max_num_considered_actions=config.considered,
             gumbel_scale=1.0 if noise else 0.0,
@@ -210,7 +205,7 @@ def _policy(
         lib.muzero_policy,
         dirichlet_fraction=config.dirichlet_fraction if noise else 0.0,
         dirichlet_alpha=config.dirichlet_alpha,
-        qtransform=partial(lib.qtransform_by_parent_and_siblings, epsilon=least_range),
+        qtransform=partial(lib.qtransform_by_parent_and_siblings, epsilon=config.least_range),
         temperature=temperature if noise else 0.0,
     )
 
@@ -224,7 +219,6 @@ def search(
     *,
     noise: bool = True,
     temperature: Array | float = 1.0,
-    least_range: Array | float = 0.0,
     keep_tree: bool = False,
     **options: Any,
 ) -> Found:
@@ -238,7 +232,6 @@ def search(
       roots: where the searches begin.
       noise: whether to explore; if not, the most visited action is chosen.
       temperature: of the policy "muzero", if ``noise``.
-      least_range: takes the place of that of ``config``, if it is larger.
       keep_tree: whether to return the trees as well.
       **options: further arguments of mctx's policy.
 
@@ -246,8 +239,7 @@ def search(
       What they have found. No gradient flows through it.
     """
 
-    least_range = jnp.maximum(config.least_range, least_range)
-    policy = _policy(config, noise, temperature, least_range)
+    policy = _policy(config, noise, temperature)
 
     def one(key: Array, root: Roots) -> Found:
         root = batch_of_one(root)
@@ -256,16 +248,14 @@ def search(
         invalid = None if root.legal is None else ~root.legal
         output = policy(params, key, start, step, config.simulations, invalid, **options)
         tree: Any = output.search_tree
-        values = _completed_values(tree)
         value = tree.node_values[:, tree.ROOT_INDEX]
         if config.policy == "gumbel":
-            value = (output.action_weights * values).sum(-1)
+            value = (output.action_weights * _completed_values(tree)).sum(-1)
         found = Found(
             output.action.astype(jnp.int32),
             output.action_weights,
             value,
             _depth(tree.parents),
-            values.max(-1) - values.min(-1),
             tree=tree if keep_tree else (),
         )
         return jax.tree.map(lambda x: x[0], found)

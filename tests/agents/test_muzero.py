@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from podracer import envs
-from podracer.agents import muzero, returns, value_range
+from podracer.agents import muzero, returns
 from podracer.agents.model_targets import targets
 from podracer.agents.search import Found
 from podracer.agents.value_scale import Support, rescale
@@ -195,9 +195,8 @@ def test_the_target_network_refreshes_what_the_actor_found(bootstrap, reanalyze)
 
 @pytest.mark.slow
 def test_a_reanalysed_policy_is_what_a_search_finds():
-    """The loss of one item alone, whose policy was searched again, by that policy. The search is
-    the softer, the further apart the values of actions have been."""
-    _, agent, _ = make_agent(muzero__reanalyze=1.0, muzero__relative_range=0.5)
+    """The loss of one item alone, whose policy was searched again, by that policy."""
+    _, agent, _ = make_agent(muzero__reanalyze=1.0)
     state = train_state(agent)
     batch, _ = make_batch(np.random.default_rng(2), observations=K + N + 1)
     entropy = jax.jit(agent.loss)(state.weights.params, state, batch, jax.random.key(3))[1]
@@ -207,10 +206,6 @@ def test_a_reanalysed_policy_is_what_a_search_finds():
     )[1]
     assert entropy.metrics["policy"] == again.metrics["policy"]
     assert entropy.metrics["policy_entropy"] < np.log(ACTIONS) - 0.05
-    stats = {**state.weights.stats, "value_range": value_range.ValueRange(*jnp.array([99.0, 1.0]))}
-    softer = state.replace(weights=state.weights.replace(stats=stats))
-    soft = jax.jit(agent.loss)(state.weights.params, softer, batch, jax.random.key(3))[1]
-    assert soft.metrics["policy_entropy"] > entropy.metrics["policy_entropy"] + 0.02
 
 
 def test_searches_do_not_depend_on_their_neighbours():
@@ -234,43 +229,6 @@ def test_searches_do_not_depend_on_their_neighbours():
     np.testing.assert_allclose(found.policy[part], few.policy, atol=5e-6)
 
 
-def test_the_range_of_values_is_a_mean_over_trajectories():
-    """From the first one whose values are more than rounding, and of the newest ones after many."""
-    state = value_range.init()
-    assert state.mean == 0
-    for ranges in (
-        np.zeros((2, 3)),
-        np.full((2, 3), 1e-6),
-        np.full((2, 3), 4.0),
-        np.array([[1, 3.0]]),
-    ):
-        state = value_range.update(state, jnp.asarray(ranges), lambda tree: tree)
-    weights = np.array([0.99, 1.0])
-    np.testing.assert_allclose(state.mean, (weights * [4, 2]).sum() / weights.sum(), rtol=1e-5)
-    update = jax.jit(lambda state: value_range.update(state, jnp.ones(3), lambda tree: tree))
-    for _ in range(1000):
-        state = update(state)
-    np.testing.assert_allclose(state.mean, 1, atol=1e-3)
-
-
-def test_actors_search_with_the_range_that_trajectories_have():
-    _, relative, _ = make_agent(muzero__relative_range=0.5, muzero__search__least_range=1e-6)
-    _, absolute, _ = make_agent(muzero__search__least_range=1.5)
-    state = train_state(relative)
-    observation = jax.random.normal(jax.random.key(2), (8, 3))
-    timestep = TimeStep(observation, jnp.zeros(8), jnp.ones(8), jnp.zeros(8, bool))
-    keys = jax.random.split(jax.random.key(1), 8)
-
-    def policy(agent, mean):
-        stats = {**state.weights.stats, "value_range": value_range.ValueRange(mean, jnp.ones(()))}
-        weights = state.weights.replace(stats=stats)
-        return jax.jit(agent.act)(weights, agent.carry(jnp.arange(8)), timestep, keys)[2].policy
-
-    ours = policy(relative, jnp.float32(3.0))
-    np.testing.assert_allclose(ours, policy(absolute, jnp.float32(3.0)), rtol=1e-5)
-    assert np.abs(ours - policy(relative, jnp.float32(0.01))).max() > 0.05
-
-
 def test_settings_without_effect_or_sense_are_rejected():
     env = envs.make_environment("dummy:memory", {}, {})
     config = make_config(agent="muzero", network__core="gru")
@@ -286,7 +244,6 @@ def test_settings_without_effect_or_sense_are_rejected():
         ({"muzero__search__policy": "puct"}, "gumbel"),
         ({"muzero__search__temperature": 2.0}, r"in \[0, 1\]"),
         ({"muzero__search__least_range": 0.0}, "must be positive"),
-        ({"muzero__relative_range": -0.5}, "relative_range must not be negative, got -0.5"),
         ({"muzero__search__prior_exponent": 1.5}, r"prior_exponent must be in \[0, 1\]"),
         ({"muzero__reanalyze": 0.5, "replay__batch": 12}, "must be a multiple of 8"),
         ({"muzero__model__state": "plane"}, "one of"),

@@ -45,8 +45,6 @@ OWN = {
     "muzero": {
         **REPLAY,
         "muzero__reanalyze": 0.5,
-        "muzero__relative_range": 0.5,
-        "muzero__search__least_range": 1e-3,
         "muzero__target_period": 2,
         "muzero__unroll": 2,
         "muzero__n_step": 3,

@@ -44,8 +44,6 @@ MUZERO = {
     "muzero__unroll": 2,
     "muzero__n_step": 3,
     "muzero__reanalyze": 0.5,
-    "muzero__relative_range": 0.5,
-    "muzero__search__least_range": 1e-3,
     "muzero__target_period": 5,
     "muzero__search__policy": "muzero",
     "muzero__search__simulations": 4,

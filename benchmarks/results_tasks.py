@@ -103,7 +103,7 @@ def mujoco(robot: str, reference: float) -> Task:
     return Task(robot, "mujoco", "sebulba", changes, references=references, top=True)
 
 
-# Of PPO on MinAtar, beside MuZero.
+# PPO on MinAtar for as many steps as MuZero.
 SHORT = "total_steps=1_000_000"
 # The projects whose runs are in docs/results_peers.jsonl, by what their tasks begin with.
 PEERS = {"purejaxrl": "PureJaxRL", "cleanrl": "CleanRL", "stoix": "Stoix", "brax": "Brax"}

@@ -9,7 +9,8 @@ model itself has dense layers only, which a CPU computes much faster than convol
 Result: the final, greedy evaluations of Breakout are 25.3 and 26.5, and those of Asterix
 5.7, 5.8 and 8.8 (docs/muzero.md). PPO (``minatar.py``) has means of 26.4 and 2.8 after as many
 steps.
-Hardware: one core of an AMD EPYC (family 25, model 17) beside another training, 6 minutes.
+Hardware: one core of an AMD EPYC (family 25, model 17) beside other trainings, 6 to 9
+minutes.
 """
 
 import ml_collections

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -216,32 +216,27 @@ def parse_config(
     return config, path, {name: values[name].value for name in known}
 
 
-def _settings(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The names of all sections and keys of a config, and what they are."""
-    for key, value in config.items(preserve_field_references=True):
-        yield prefix + key, value
-        if isinstance(value, ConfigDict):
-            yield from _settings(value, f"{prefix}{key}.")
-
-
 def _open_sections(config: ConfigDict, argv: Sequence[str]) -> None:
-    """Adds the sections that a command line names in ``--config.sweep.SECTION.KEY=``; raises
-    ``ConfigError`` if another one does not exist, or a key is none by its spelling."""
+    """Adds the sections that a command line names in ``--config.sweep.SECTION.KEY=``. Raises
+    ``ConfigError`` if another section does not exist, or if a key can't be the name of a setting.
+    """
     for argument in argv:
         flag = re.match(r"--?(?:no)?config\.([^=]*)", argument)
         if flag is None:
             continue
         section: Any = config
+        prefix = ""
         *sections, key = flag[1].split(".")
-        for count, name in enumerate(sections, 1):
+        for name in sections:
             if name not in section and sections[0] == "sweep":
                 section[name] = ConfigDict()
-            if not isinstance(section.get(name), ConfigDict):
-                known = [name for name, value in _settings(config) if isinstance(value, ConfigDict)]
-                raise unknown("config section", ".".join(sections[:count]), known)
-            section = section[name]
+            items = section.items(preserve_field_references=True)
+            known = [prefix + k for k, value in items if isinstance(value, ConfigDict)]
+            if prefix + name not in known:
+                raise unknown("config section", prefix + name, known)
+            section, prefix = section[name], f"{prefix}{name}."
         if not key.isidentifier() or keyword.iskeyword(key):
-            raise unknown("config key", flag[1], dict(_settings(config)))
+            raise unknown("config key", prefix + key, (prefix + k for k in section))
 
 
 def _take_config(argv: Sequence[str]) -> tuple[str, list[str]]:

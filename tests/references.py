@@ -147,7 +147,12 @@ def n_step(stream: Stream, values: np.ndarray, n: int, discount: float):
 
 
 def model_targets(
-    stream: Stream, values: np.ndarray, unroll: int, n: int, discount: float
+    stream: Stream,
+    values: np.ndarray,
+    unroll: int,
+    n: int,
+    discount: float,
+    rho: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
     """MuZero's targets for a model that is unrolled from the first observation of each environment,
     ``[unroll + 1, B]``, and where there are any.
@@ -157,7 +162,10 @@ def model_targets(
     batch = values.shape[1]
     names = ("value", "reward", "policy_weight", "value_weight", "reward_weight")
     out = {name: np.zeros((unroll + 1, batch)) for name in names}
-    returns, _ = n_step(stream, values, n, discount)
+    if rho is None:
+        returns, _ = n_step(stream, values, n, discount)
+    else:
+        _, returns = vtrace(stream, values, rho, discount, 1.0, 1.0)
     for b, index, rewards, discounts, leads in stream.episodes:
         if not index or index[0] != 0:
             continue

@@ -13,7 +13,7 @@ class Targets(struct.PyTreeNode):
     ``[K+1, items]`` float32 each, but those of rewards ``[K, items]``.
 
     Attributes:
-      value: n-step returns; 0 after the end of an episode.
+      value: n-step returns, or the targets of V-trace; 0 after the end of an episode.
       value_weight: 0 from a cut on.
       reward: of the transition from this step to the next; 0 after the end of an episode.
       reward_weight: 0 from a cut on.
@@ -27,7 +27,14 @@ class Targets(struct.PyTreeNode):
     policy_weight: Array
 
 
-def targets(unroll: int, n_step: int, discount: float, timestep: TimeStep, value: Array) -> Targets:
+def targets(
+    unroll: int,
+    n_step: int,
+    discount: float,
+    timestep: TimeStep,
+    value: Array,
+    log_rho: Array | None = None,
+) -> Targets:
     """The targets of a model's unroll, https://arxiv.org/abs/1911.08265, equation 2 and appendix G.
 
     What follows the end of an episode is *absorbing*: rewards and value are 0, and the policy is of
@@ -39,9 +46,17 @@ def targets(unroll: int, n_step: int, discount: float, timestep: TimeStep, value
       discount: gamma of the agent.
       timestep: ``[K + n_step + 1, items]``.
       value: ``[K + n_step + 1, items]``, the values to bootstrap from.
+      log_rho: ``[K + n_step, items]``, log pi(a|x) - log mu(a|x) of the actions taken. With these,
+        the targets of values are those of V-trace (``returns.vtrace``) over all transitions, and
+        not n-step returns.
     """
     steps = jax.tree.map(lambda x: x[: unroll + 1], returns.n_step(timestep, n_step, discount))
-    later = jnp.take_along_axis(value, jnp.arange(unroll + 1)[:, None] + steps.steps, 0)
+    if log_rho is None:
+        later = jnp.take_along_axis(value, jnp.arange(unroll + 1)[:, None] + steps.steps, 0)
+        expected = steps.reward + steps.discount * later
+    else:
+        corrected = returns.vtrace(timestep, value, log_rho, discount=discount)
+        expected = corrected.value[: unroll + 1]
     ends = steps.valid * (timestep.discount[1 : unroll + 2] == 0)
 
     def before(x: Array, first: float) -> Array:
@@ -52,7 +67,7 @@ def targets(unroll: int, n_step: int, discount: float, timestep: TimeStep, value
     absorbing = before(jnp.cumsum(running * ends, 0), 0)
     taught = running * steps.valid
     return Targets(
-        value=taught * (steps.reward + steps.discount * later),
+        value=taught * expected,
         value_weight=taught + absorbing,
         reward=taught[:-1] * timestep.reward[1 : unroll + 1],
         reward_weight=(taught + absorbing)[:-1],

@@ -14,12 +14,13 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import optax
-from flax import struct
 
-from podracer.agents import normalization, returns, target_network
+from podracer.agents import normalization, returns, search_entropy, target_network
 from podracer.agents.branches import make_branches
 from podracer.agents.model_targets import targets
+from podracer.agents.reanalysis import GROUP, Batch, make_refresh
 from podracer.agents.search import Found, Planner, SearchConfig
+from podracer.agents.search_entropy import EntropyConfig
 from podracer.agents.settings import Settings, make_replay, replay_gradient_steps
 from podracer.agents.value_scale import Support
 from podracer.errors import ConfigError, unknown
@@ -32,6 +33,7 @@ from podracer.types import (
     Array,
     ArrayTree,
     Devices,
+    Discrete,
     GradientSteps,
     LossAux,
     Params,
@@ -57,9 +59,7 @@ DEFAULTS: dict[str, Any] = {
         "importance_exponent": 0.4,
     },
 }
-BOOTSTRAPS = ("search", "target")
-# Items of a batch are reanalysed in groups of this size, the same number of each group.
-GROUP = 8
+BOOTSTRAPS = ("search", "target", "corrected")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,13 +68,16 @@ class Config:
 
     Attributes:
       search: see ``agents.search.SearchConfig``.
+      entropy: see ``agents.search_entropy.EntropyConfig``.
       model: see ``nets.model.ModelConfig``.
       unroll: steps that the model is unrolled for to learn (K).
       n_step: transitions between a value and the one it bootstraps from.
       largest_value: rewards and values are distributions over numbers between minus this and this.
       atoms: how many numbers these are, which are closer to each other near 0.
       bootstrap: what returns bootstrap from: the values that the "search" of the actor found, or
-        those of the "target" network.
+        those of the "target" network. With "corrected", these are the returns of V-trace
+        (https://arxiv.org/abs/1802.01561), in which actions count less that the target network's
+        policy takes less often than the actor did; for discrete actions.
       reanalyze: share of each batch, in eighths, whose policies are searched again by the target
         network, and whose returns bootstrap from it (https://arxiv.org/abs/2104.06294).
       target_period: gradient steps between two updates of the target network, which copy the
@@ -84,6 +87,7 @@ class Config:
     """
 
     search: SearchConfig = dataclasses.field(default_factory=SearchConfig)
+    entropy: EntropyConfig = dataclasses.field(default_factory=EntropyConfig)
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     unroll: int = 5
     n_step: int = 10
@@ -127,7 +131,7 @@ class Config:
     @property
     def refreshes(self) -> bool:
         """Whether losses read what the target network finds."""
-        return self.reanalyze > 0 or self.bootstrap == "target"
+        return self.reanalyze > 0 or self.bootstrap != "search"
 
     @property
     def length(self) -> int:
@@ -146,73 +150,6 @@ class Config:
                 f"muzero.reanalyze={self.reanalyze} takes a share"
             )
         return steps._replace(parts=gcd(steps.parts, batch // GROUP))
-
-
-class Batch(struct.PyTreeNode):
-    """Items of L = unroll + n_step transitions, as the loss reads them.
-
-    Attributes:
-      observation: ``[k, items, ...]``: all L+1 if any of them is needed again, else the first.
-      timestep: ``[L+1, items]`` without its observation, which is ``()``.
-      action: ``[L+1, items]``.
-      found: ``[L+1, items, ...]``, what the actors' searches found.
-      importance: ``[items]``, the factors of the losses.
-    """
-
-    observation: ArrayTree
-    timestep: TimeStep
-    action: Array
-    found: Found
-    importance: Array
-
-
-def _refresher(planner: Planner, config: Config, devices: Devices):
-    """``(target, batch, key) -> (batch, again [items])``: what the target network finds in the
-    place of older values and policies, and 1 for the items that were searched again."""
-
-    def chosen(items: int, key: Array) -> Array:
-        """The items to search again: of each group the same number, the same on any devices."""
-        group = GROUP if config.reanalyze < 1 else 1
-        places = jnp.arange(round(config.reanalyze * group)) + jax.random.randint(key, (), 0, group)
-        return (jnp.arange(0, items, group)[:, None] + places % group).ravel()
-
-    def values(target: Params, batch: Batch) -> Array:
-        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch.observation)
-        return planner.predict(target, flat)[2].reshape(batch.found.value.shape)
-
-    def policies(target: Params, batch: Batch, numbers: Array, key: Array) -> tuple[Any, ...]:
-        count = config.unroll + 1
-        keys = jax.vmap(lambda i: jax.random.split(jax.random.fold_in(key, i), count))(numbers)
-        flat = jax.tree.map(lambda x: x[:count].reshape(-1, *x.shape[2:]), batch.observation)
-        found = planner.search(target, keys.T.ravel(), flat)
-        return jax.tree.map(
-            lambda x: x.reshape(count, numbers.size, *x.shape[1:]), (found.policy, found.actions)
-        )
-
-    def refresh(target: Params, batch: Batch, key: Array) -> tuple[Batch, Array]:
-        found, items = batch.found, batch.importance.size
-        if config.bootstrap == "target":
-            found = found.replace(value=values(target, batch))
-        again = jnp.zeros(items)
-        if config.reanalyze:
-            place_key, key = jax.random.split(key)
-            place = chosen(items, place_key)
-            part = jax.tree.map(
-                lambda x: x[:, place], batch.replace(importance=batch.importance[None])
-            )
-            fresh = policies(target, part, devices.number() * items + place, key)
-            policy, actions = jax.tree.map(
-                lambda old, new: old.at[: config.unroll + 1, place].set(new),
-                (found.policy, found.actions),
-                fresh,
-            )
-            found = found.replace(policy=policy, actions=actions)
-            if config.bootstrap == "search":
-                found = found.replace(value=found.value.at[:, place].set(values(target, part)))
-            again = again.at[place].set(1.0)
-        return jax.lax.stop_gradient((batch.replace(found=found), again))
-
-    return refresh
 
 
 def _make_item(settings: Settings, config: Config, devices: Devices) -> Item:
@@ -239,7 +176,16 @@ def _make_item(settings: Settings, config: Config, devices: Devices) -> Item:
 
     def update_stats(train_state: TrainState, trajectory: Trajectory) -> dict[str, Any]:
         stats = update_moments(train_state, trajectory)
-        return {**stats, "steps": stats["steps"] + steps_per_update}
+        steps, policy = stats["steps"] + steps_per_update, trajectory.extras.policy
+        least_range = search_entropy.update(
+            config.entropy,
+            config.search.least_range,
+            stats["least_range"],
+            steps,
+            policy,
+            devices.mean,
+        )
+        return {**stats, "steps": steps, "least_range": least_range}
 
     return Item(
         length=config.length,
@@ -277,6 +223,20 @@ def _unroll(
     return policy, value, reward
 
 
+def _check(spec: Spec, config: Config) -> None:
+    """Raises ``ConfigError`` for an environment that MuZero or these settings are not for."""
+    if spec.players > 1:
+        raise ConfigError(
+            "agent='muzero' is for environments of one player, but this one has "
+            f"{spec.players}; use agent='alphazero', which searches in the game itself"
+        )
+    if config.bootstrap == "corrected" and not isinstance(spec.action, Discrete):
+        raise ConfigError(
+            "muzero.bootstrap='corrected' needs discrete actions, but those of this environment "
+            f"are {spec.action}; use 'target' or 'search'"
+        )
+
+
 def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Agent:
     """MuZero; where actions are continuous, Sampled MuZero.
 
@@ -287,28 +247,30 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
       devices: the devices that learn.
 
     Raises:
-      ConfigError: there are two players, the network has a core, or the replay buffer is too small.
+      ConfigError: there are two players, the network has a core, V-trace has continuous actions, or
+        the replay buffer is too small.
     """
-    if spec.players > 1:
-        raise ConfigError(
-            "agent='muzero' is for environments of one player, but this one has "
-            f"{spec.players}; use agent='alphazero', which searches in the game itself"
-        )
+    _check(spec, config)
     model = make_model(spec, settings.network, config.model, config.atoms)
     support = Support(config.largest_value, config.atoms)
     branches = make_branches(spec.action, config.sampled_actions)
     planner = Planner(config.search, model, support, settings.discount, branches)
-    refresh = _refresher(planner, config, devices)
+    refresh = make_refresh(planner, config.unroll, config.bootstrap, config.reanalyze, devices)
 
     def loss(
         params: Params, train_state: TrainState, batch: Batch, key: Array
     ) -> tuple[Array, LossAux]:
         again = jnp.zeros(())
         if config.refreshes:
-            batch, again = refresh(train_state.target, batch, key)
+            batch, again = refresh(train_state, batch, key)
         found = batch.found
         target = targets(
-            config.unroll, config.n_step, settings.discount, batch.timestep, found.value
+            config.unroll,
+            config.n_step,
+            settings.discount,
+            batch.timestep,
+            found.value,
+            batch.log_rho,
         )
         policy, value, reward = _unroll(model, params, batch, config.unroll)
         # The first step weighs as much as all others together (appendix G).
@@ -331,6 +293,7 @@ def make(spec: Spec, settings: Settings, config: Config, devices: Devices) -> Ag
             "policy_entropy": jax.scipy.special.entr(found.policy[0]).sum(-1).mean(),
             "search_depth": found.depth[0].mean(),
             "reanalyzed": again.mean(),
+            "least_range": train_state.weights.stats["least_range"],
         }
         return total, LossAux(metrics, priorities=value_error)
 
@@ -344,7 +307,9 @@ def _make_functions(spec: Spec, settings: Settings, planner: Planner):
     """The functions ``init``, ``carry`` and ``act`` of an ``Agent`` that searches."""
 
     def init(key: Array) -> Weights:
-        stats = {**normalization.init_stats(spec, settings), "steps": jnp.float32(0)}
+        least_range = jnp.asarray(planner.config.least_range, jnp.float32)
+        own = {"steps": jnp.float32(0), "least_range": least_range}
+        stats = {**normalization.init_stats(spec, settings), **own}
         return Weights(planner.model.init(key), stats)
 
     def carry(env_ids: Array) -> normalization.ActorCarry:
@@ -361,7 +326,12 @@ def _make_functions(spec: Spec, settings: Settings, planner: Planner):
         observation = normalization.normalize_observation(weights.stats, timestep.observation)
         temperature = planner.config.temperature_at(weights.stats["steps"])
         found = planner.search(
-            weights.params, keys, observation, noise=not greedy, temperature=temperature
+            weights.params,
+            keys,
+            observation,
+            noise=not greedy,
+            temperature=temperature,
+            least_range=weights.stats["least_range"],
         )
         total = normalization.add_reward(settings, carry.total, timestep)
         return normalization.ActorCarry(total), found.action, found

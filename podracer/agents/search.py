@@ -188,7 +188,9 @@ def _completed_values(tree: Any) -> Array:
     return jnp.where(tried, values, mixed[:, None])
 
 
-def _policy(config: SearchConfig, noise: bool, temperature: Array | float) -> Callable[..., Any]:
+def _policy(
+    config: SearchConfig, noise: bool, temperature: Array | float, least_range: Array | float
+) -> Callable[..., Any]:
     """mctx's policy with the settings of a search."""
     if config.policy == "gumbel":
         return partial(
@@ -196,7 +198,7 @@ def _policy(config: SearchConfig, noise: bool, temperature: Array | float) -> Ca
             qtransform=partial(
                 lib.qtransform_completed_by_mix_value,
                 value_scale=config.value_scale,
-                epsilon=config.least_range,
+                epsilon=least_range,
             ),
             max_num_considered_actions=config.considered,
             gumbel_scale=1.0 if noise else 0.0,
@@ -205,7 +207,7 @@ def _policy(config: SearchConfig, noise: bool, temperature: Array | float) -> Ca
         lib.muzero_policy,
         dirichlet_fraction=config.dirichlet_fraction if noise else 0.0,
         dirichlet_alpha=config.dirichlet_alpha,
-        qtransform=partial(lib.qtransform_by_parent_and_siblings, epsilon=config.least_range),
+        qtransform=partial(lib.qtransform_by_parent_and_siblings, epsilon=least_range),
         temperature=temperature if noise else 0.0,
     )
 
@@ -219,6 +221,7 @@ def search(
     *,
     noise: bool = True,
     temperature: Array | float = 1.0,
+    least_range: Array | float | None = None,
     keep_tree: bool = False,
     **options: Any,
 ) -> Found:
@@ -232,6 +235,7 @@ def search(
       roots: where the searches begin.
       noise: whether to explore; if not, the most visited action is chosen.
       temperature: of the policy "muzero", if ``noise``.
+      least_range: what takes the place of that of ``config``.
       keep_tree: whether to return the trees as well.
       **options: further arguments of mctx's policy.
 
@@ -239,7 +243,8 @@ def search(
       What they have found. No gradient flows through it.
     """
 
-    policy = _policy(config, noise, temperature)
+    least_range = config.least_range if least_range is None else least_range
+    policy = _policy(config, noise, temperature, least_range)
 
     def one(key: Array, root: Roots) -> Found:
         root = batch_of_one(root)

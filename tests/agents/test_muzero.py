@@ -23,13 +23,16 @@ K, N, GAMMA, ITEMS, ACTIONS = 4, 3, 0.9, 64, 3
 
 @pytest.mark.parametrize("next_step", [True, False])
 @pytest.mark.parametrize("truncate", [0.0, 0.6])
-def test_targets_are_those_of_each_episode(next_step, truncate):
+@pytest.mark.parametrize("vtrace", [False, True])
+def test_targets_are_those_of_each_episode(next_step, truncate, vtrace):
     """Also after the end of an episode, and where what follows is unknown."""
     rng = np.random.default_rng(0)
     stream = references.random_stream(rng, K + N, 200, next_step=next_step, truncate=truncate)
     values = rng.normal(size=(K + N + 1, 200)).astype(np.float32)
-    ours = targets(K, N, GAMMA, stream.timestep, jnp.asarray(values))
-    expected = references.model_targets(stream, values, K, N, GAMMA)
+    log_rho = rng.normal(size=(K + N, 200)).astype(np.float32) if vtrace else None
+    rho = None if log_rho is None else np.exp(log_rho)
+    ours = targets(K, N, GAMMA, stream.timestep, jnp.asarray(values), log_rho)
+    expected = references.model_targets(stream, values, K, N, GAMMA, rho)
     for name in ("value", "value_weight", "policy_weight"):
         np.testing.assert_allclose(getattr(ours, name), expected[name], atol=1e-5, err_msg=name)
     for name in ("reward", "reward_weight"):
@@ -110,6 +113,10 @@ def train_state(agent):
     return TrainState(weights.replace(params=params), target, (), jnp.int32(0))
 
 
+def with_range(weights, least_range):
+    return weights.replace(stats={**weights.stats, "least_range": jnp.float32(least_range)})
+
+
 def cross_entropy(logits, probabilities):
     return -(probabilities * jax.nn.log_softmax(logits)).sum(-1)
 
@@ -158,7 +165,7 @@ def test_the_loss_is_that_of_the_paper():
 
 @pytest.mark.parametrize(
     ("bootstrap", "reanalyze"),
-    [("target", 0.0), pytest.param("search", 0.25, marks=pytest.mark.slow)],
+    [("target", 0.0), ("corrected", 0.0), pytest.param("search", 0.25, marks=pytest.mark.slow)],
 )
 def test_the_target_network_refreshes_what_the_actor_found(bootstrap, reanalyze):
     """Values of all items, or policies and values of a quarter of each eight."""
@@ -172,9 +179,14 @@ def test_the_target_network_refreshes_what_the_actor_found(bootstrap, reanalyze)
     (total, aux) = loss(state.weights.params, state, batch, key)
     np.testing.assert_allclose(aux.metrics["reanalyzed"], reanalyze)
     fresh = model.represent(state.target, batch.observation.reshape(-1, 3))
-    fresh = Support(5.0, 9).decode(model.predict(state.target, fresh)[1]).reshape(K + N + 1, ITEMS)
-    if bootstrap == "target":
-        target = references.model_targets(stream, np.asarray(fresh), K, N, GAMMA)
+    policy, fresh = model.predict(state.target, fresh)
+    fresh = Support(5.0, 9).decode(fresh).reshape(K + N + 1, ITEMS)
+    if bootstrap != "search":
+        policy = jax.nn.softmax(policy).reshape(K + N + 1, ITEMS, ACTIONS)
+        taken = jax.nn.one_hot(batch.action, ACTIONS)
+        rho = (taken * policy).sum(-1) / (taken * batch.found.policy).sum(-1)
+        rho = np.asarray(rho) if bootstrap == "corrected" else None
+        target = references.model_targets(stream, np.asarray(fresh), K, N, GAMMA, rho)
         reference = jax.jit(lambda params: paper_loss(config, model, params, batch, target))
         expected = reference(state.weights.params)
         np.testing.assert_allclose(total, expected, rtol=1e-5)
@@ -195,7 +207,8 @@ def test_the_target_network_refreshes_what_the_actor_found(bootstrap, reanalyze)
 
 @pytest.mark.slow
 def test_a_reanalysed_policy_is_what_a_search_finds():
-    """The loss of one item alone, whose policy was searched again, by that policy."""
+    """The loss of one item alone, whose policy was searched again, by that policy. The search is
+    the softer, the larger the range that entropies have led to."""
     _, agent, _ = make_agent(muzero__reanalyze=1.0)
     state = train_state(agent)
     batch, _ = make_batch(np.random.default_rng(2), observations=K + N + 1)
@@ -206,6 +219,9 @@ def test_a_reanalysed_policy_is_what_a_search_finds():
     )[1]
     assert entropy.metrics["policy"] == again.metrics["policy"]
     assert entropy.metrics["policy_entropy"] < np.log(ACTIONS) - 0.05
+    softer = state.replace(weights=with_range(state.weights, 9.0))
+    soft = jax.jit(agent.loss)(state.weights.params, softer, batch, jax.random.key(3))[1]
+    assert soft.metrics["policy_entropy"] > entropy.metrics["policy_entropy"] + 0.02
 
 
 def test_searches_do_not_depend_on_their_neighbours():
@@ -229,6 +245,22 @@ def test_searches_do_not_depend_on_their_neighbours():
     np.testing.assert_allclose(found.policy[part], few.policy, atol=5e-6)
 
 
+def test_actors_search_with_the_range_that_entropies_have_led_to():
+    _, agent, _ = make_agent(muzero__search__least_range=0.7)
+    state = train_state(agent)
+    np.testing.assert_allclose(state.weights.stats["least_range"], 0.7)
+    observation = jax.random.normal(jax.random.key(2), (8, 3))
+    timestep = TimeStep(observation, jnp.zeros(8), jnp.ones(8), jnp.zeros(8, bool))
+    keys = jax.random.split(jax.random.key(1), 8)
+
+    def certainty(least_range):
+        weights = with_range(state.weights, least_range)
+        found = jax.jit(agent.act)(weights, agent.carry(jnp.arange(8)), timestep, keys)[2]
+        return found.policy.max(-1).mean()
+
+    assert certainty(0.01) > certainty(9.0) + 0.05
+
+
 def test_settings_without_effect_or_sense_are_rejected():
     env = envs.make_environment("dummy:memory", {}, {})
     config = make_config(agent="muzero", network__core="gru")
@@ -237,6 +269,10 @@ def test_settings_without_effect_or_sense_are_rejected():
     env = envs.make_environment("dummy:choice", {}, {})
     with pytest.raises(ConfigError, match="use agent='alphazero'"):
         muzero.make(env.spec._replace(players=2), config.settings, config.muzero, Devices())
+    env = envs.make_environment("dummy:stripe", {"continuous": True}, {})
+    config = make_config(agent="muzero", muzero__bootstrap="corrected")
+    with pytest.raises(ConfigError, match="'corrected' needs discrete actions"):
+        muzero.make(env.spec, config.settings, config.muzero, Devices())
     for changes, match in (
         ({"muzero__reanalyze": 0.3}, "a number of eighths"),
         ({"muzero__atoms": 10}, "must be odd"),
@@ -244,6 +280,9 @@ def test_settings_without_effect_or_sense_are_rejected():
         ({"muzero__search__policy": "puct"}, "gumbel"),
         ({"muzero__search__temperature": 2.0}, r"in \[0, 1\]"),
         ({"muzero__search__least_range": 0.0}, "must be positive"),
+        ({"muzero__entropy__start": 1.0}, r"start must be in \[0, 1\)"),
+        ({"muzero__entropy__end": 0.0}, r"end in \(0, 1\)"),
+        ({"muzero__entropy__steps": -1}, "must not be negative, got -1"),
         ({"muzero__search__prior_exponent": 1.5}, r"prior_exponent must be in \[0, 1\]"),
         ({"muzero__reanalyze": 0.5, "replay__batch": 12}, "must be a multiple of 8"),
         ({"muzero__model__state": "plane"}, "one of"),

@@ -16,6 +16,7 @@ from podracer.agents.search import (
     outcome,
     search,
 )
+from podracer.agents.search_entropy import EntropyConfig, update
 
 
 @pytest.mark.parametrize("policy", ["gumbel", pytest.param("muzero", marks=pytest.mark.slow)])
@@ -103,6 +104,52 @@ def test_actions_that_were_not_tried_have_the_value_of_the_paper():
             maxvisit_init=1.0 - float(visits[i].max()), rescale_values=False,
         )  # fmt: skip
         np.testing.assert_allclose(ours[i], theirs, atol=1e-5)
+
+
+def test_policies_get_the_wanted_entropy_whatever_the_unit_of_rewards():
+    """``least_range`` moves until they have it: at first less than at the end."""
+    config = EntropyConfig(start=0.4, end=0.7, steps=50_000)
+    pays, keys = jnp.array([0.0, 0.1, 0.3]), jax.random.split(jax.random.key(0), 16)
+    roots = Roots(jnp.zeros((16, 3)), jnp.zeros(16), jnp.zeros((16, 1)))
+
+    def shares(unit):
+        def step(params, key, action, state):
+            one = jnp.ones(action.shape)
+            output = outcome(unit * pays[action], 0 * one, jnp.zeros((*action.shape, 3)), 0 * one)
+            return output, state
+
+        def one(least_range, steps):
+            searches = SearchConfig(value_scale=1.0)
+            found = search(searches, step, (), keys, roots, least_range=least_range)
+            new = update(config, 1.0, least_range, steps, found.policy, lambda x: x)
+            entropy = jax.scipy.special.entr(found.policy).sum(-1).mean()
+            return new, (entropy / jnp.log(3), new)
+
+        return jax.lax.scan(one, jnp.float32(1.0), jnp.linspace(0, 1e6, 2000))[1]
+
+    (small, small_range), (large, large_range) = (jax.jit(shares)(x) for x in (1.0, 10.0))
+    for share in (small, large):
+        np.testing.assert_allclose(share[-1], 0.7, atol=0.01)
+    np.testing.assert_allclose(large_range[-1], 10 * small_range[-1], rtol=0.05)
+    np.testing.assert_allclose(config.at(jnp.float32(25_000)), 0.55)
+    np.testing.assert_allclose(EntropyConfig(start=0.4).at(jnp.float32(25_000)), 0.4)
+
+
+def test_the_range_stays_where_entropies_cannot_follow_it():
+    """Policies that are certain whatever the range, as where one action alone is legal."""
+    certain = jnp.eye(3)[None, :2]
+
+    def after(config, policy, count):
+        def one(_, old):
+            return update(config, 0.5, old, jnp.float32(0), policy, lambda x: x)
+
+        return jax.lax.fori_loop(0, count, one, jnp.float32(0.5))
+
+    wanted = EntropyConfig(start=0.5)
+    np.testing.assert_allclose(after(wanted, certain, 10_000), 500.0, rtol=1e-5)
+    np.testing.assert_allclose(after(wanted, jnp.ones((2, 3)) / 3, 10_000), 5e-4, rtol=1e-5)
+    np.testing.assert_allclose(after(wanted, jnp.ones((2, 1)), 1), 0.5 * np.exp(0.01), rtol=1e-5)
+    assert after(EntropyConfig(), certain, 10) == 0.5
 
 
 def test_the_temperature_follows_the_steps_of_the_run():

@@ -45,6 +45,7 @@ OWN = {
     "muzero": {
         **REPLAY,
         "muzero__reanalyze": 0.5,
+        "muzero__entropy__start": 0.5,
         "muzero__target_period": 2,
         "muzero__unroll": 2,
         "muzero__n_step": 3,

@@ -44,6 +44,7 @@ MUZERO = {
     "muzero__unroll": 2,
     "muzero__n_step": 3,
     "muzero__reanalyze": 0.5,
+    "muzero__entropy__start": 0.5,
     "muzero__target_period": 5,
     "muzero__search__policy": "muzero",
     "muzero__search__simulations": 4,

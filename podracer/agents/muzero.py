@@ -71,7 +71,8 @@ class Config:
       entropy: see ``agents.search_entropy.EntropyConfig``.
       model: see ``nets.model.ModelConfig``.
       unroll: steps that the model is unrolled for to learn (K).
-      n_step: transitions between a value and the one it bootstraps from.
+      n_step: transitions between a value and the one it bootstraps from; at least so many if
+        ``bootstrap`` is "corrected".
       largest_value: rewards and values are distributions over numbers between minus this and this.
       atoms: how many numbers these are, which are closer to each other near 0.
       bootstrap: what returns bootstrap from: the values that the "search" of the actor found, or

@@ -184,7 +184,11 @@ def test_agents_may_differ_in_every_number_of_the_maths(agent, monkeypatch):
     monkeypatch.setattr(trainer, "check_effects", lambda *_: None)
     changes = {
         "alphazero": {"alphazero__search__policy": "muzero"},
-        "muzero": {"muzero__search__policy": "muzero", "muzero__search__temperature_steps": 1000},
+        "muzero": {
+            "muzero__search__policy": "muzero",
+            "muzero__search__temperature_steps": 1000,
+            "muzero__entropy__steps": 1000,
+        },
     }.get(agent, {})
     whole = config(agent, **changes)
     values = {x: [value_of(whole, x) or 0.1] for x in names(agent)}

@@ -50,22 +50,23 @@ def targets(
         the targets of values are those of V-trace (``returns.vtrace``) over all transitions, and
         not n-step returns.
     """
-    steps = jax.tree.map(lambda x: x[: unroll + 1], returns.n_step(timestep, n_step, discount))
+    valid = returns.valid(timestep)[: unroll + 1].astype(jnp.float32)
     if log_rho is None:
+        steps = jax.tree.map(lambda x: x[: unroll + 1], returns.n_step(timestep, n_step, discount))
         later = jnp.take_along_axis(value, jnp.arange(unroll + 1)[:, None] + steps.steps, 0)
         expected = steps.reward + steps.discount * later
     else:
         corrected = returns.vtrace(timestep, value, log_rho, discount=discount)
         expected = corrected.value[: unroll + 1]
-    ends = steps.valid * (timestep.discount[1 : unroll + 2] == 0)
+    ends = valid * (timestep.discount[1 : unroll + 2] == 0)
 
     def before(x: Array, first: float) -> Array:
         return jnp.concatenate([jnp.full_like(x[:1], first), x[:-1]])
 
     # Whether all transitions before a step were valid and none of them ended the episode.
-    running = before(jnp.cumprod(steps.valid * (1 - ends), 0), 1)
+    running = before(jnp.cumprod(valid * (1 - ends), 0), 1)
     absorbing = before(jnp.cumsum(running * ends, 0), 0)
-    taught = running * steps.valid
+    taught = running * valid
     return Targets(
         value=taught * expected,
         value_weight=taught + absorbing,

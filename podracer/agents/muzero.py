@@ -71,14 +71,14 @@ class Config:
       entropy: see ``agents.search_entropy.EntropyConfig``.
       model: see ``nets.model.ModelConfig``.
       unroll: steps that the model is unrolled for to learn (K).
-      n_step: transitions between a value and the one it bootstraps from; at least so many if
-        ``bootstrap`` is "corrected".
+      n_step: number of transitions between a value and the one that its return bootstraps from;
+        if ``bootstrap`` is "corrected", the smallest number.
       largest_value: rewards and values are distributions over numbers between minus this and this.
       atoms: how many numbers these are, which are closer to each other near 0.
       bootstrap: what returns bootstrap from: the values that the "search" of the actor found, or
-        those of the "target" network. With "corrected", these are the returns of V-trace
-        (https://arxiv.org/abs/1802.01561), in which actions count less that the target network's
-        policy takes less often than the actor did; for discrete actions.
+        those of the "target" network. "corrected" also takes the latter, in returns of V-trace
+        (https://arxiv.org/abs/1802.01561), which give less weight to actions that the target
+        network's policy takes less often than the actor did. It needs discrete actions.
       reanalyze: share of each batch, in eighths, whose policies are searched again by the target
         network, and whose returns bootstrap from it (https://arxiv.org/abs/2104.06294).
       target_period: gradient steps between two updates of the target network, which copy the

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import mctx
+import optax
 from flax import struct
 
 from podracer.agents.branches import ALL_ACTIONS, Branches
@@ -99,12 +100,10 @@ class SearchConfig:
                 f"temperature_steps must not be negative, got {self.temperature_steps}"
             )
 
-    def temperature_at(self, step: Array) -> Array | float:
+    def temperature_at(self, step: Array) -> Any:
         """The temperature after a number of environment steps, ``[]``."""
-        if self.temperature_steps == 0:
-            return self.temperature
-        done = jnp.minimum(step / self.temperature_steps, 1.0)
-        return self.temperature + done * (self.final_temperature - self.temperature)
+        steps = self.temperature_steps
+        return optax.linear_schedule(self.temperature, self.final_temperature, steps)(step)
 
 
 class Found(struct.PyTreeNode):

@@ -9,9 +9,11 @@ and ``least_range`` moves until they have it.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from podracer.errors import ConfigError
 from podracer.learning.scalars import OFF_AT_ZERO, is_on
@@ -28,10 +30,12 @@ class EntropyConfig:
     """The mean entropy that the policies found by the actors' searches should have.
 
     Attributes:
-      start: at first, as a share of the entropy of the policy that takes all actions equally often.
-        ``search.least_range`` is then only where the range begins. 0 keeps that range throughout.
-      end: the same after ``steps``.
-      steps: environment steps in which the share moves to its end; 0 leaves it at ``start``.
+      start: the mean entropy that policies should have at the start of training, as a share of that
+        of the uniform policy. ``search.least_range`` is then only the first value of the range that
+        is used. With 0, entropies have no effect, and the range does not change.
+      end: this share after ``steps``.
+      steps: number of environment steps in which the share changes from ``start`` to ``end``; with
+        0 it remains ``start``.
     """
 
     start: float = dataclasses.field(default=0.0, metadata=OFF_AT_ZERO)
@@ -47,11 +51,9 @@ class EntropyConfig:
         if self.steps < 0:
             raise ConfigError(f"muzero.entropy.steps must not be negative, got {self.steps}")
 
-    def at(self, step: Array) -> Array | float:
+    def at(self, step: Array) -> Any:
         """The wanted share after a number of environment steps, ``[]``."""
-        if self.steps == 0:
-            return self.start
-        return self.start + jnp.minimum(step / self.steps, 1.0) * (self.end - self.start)
+        return optax.linear_schedule(self.start, self.end, self.steps)(step)
 
 
 def update(
